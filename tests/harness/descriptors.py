@@ -1,9 +1,12 @@
 """Targets of this process's open descriptors, read while other threads open and close some."""
 
+import time
+from collections import Counter
 from pathlib import Path
 
 _FOLDER = Path("/proc/self/fd")
 _LISTENING = "0A"
+_SETTLE_S = 30.0
 
 
 def open_targets() -> list[str]:
@@ -23,6 +26,19 @@ def kept_targets() -> list[str]:
     targets = open_targets()
     accepted = _accepted(set(targets))
     return [target for target in targets if target not in accepted]
+
+
+def beyond(before: Counter[str]) -> list[str]:
+    """The kept targets' kinds that are more than before, once nothing is about to be closed any more: after 30 s."""
+    end = time.monotonic() + _SETTLE_S
+    while (found := kinds() - before) and time.monotonic() < end:
+        time.sleep(0.05)
+    return [f"{kind}: {count} more than {before[kind]}" for kind, count in found.items()]
+
+
+def kinds() -> Counter[str]:
+    """How many of the kept targets are sockets, pipes, files of a name and so on."""
+    return Counter(target.partition("[")[0] for target in kept_targets())
 
 
 def _accepted(own: set[str]) -> set[str]:

@@ -100,9 +100,6 @@ def test_all_ranks_use_sockets_where_one_names_them(ranks: GlooRanks) -> None:
     assert ranks.run(reduce, timeout_s=100) == [10.0] * 4
 
 
-# One run in five did not end within 60 s, also with all ranks met between abort and the next collective; the cause is
-# not known.
-@pytest.mark.soak
 def test_gloo_on_one_rank_alone_is_refused_on_all(ranks: GlooRanks) -> None:
     found = ranks.run(reduce_where_one_rank_names, "gloo", timeout_s=150)
     why = r"runs collectives of process group \d+ on the CPU over .*; set TRITONDT_TRANSPORT alike on all ranks"

@@ -11,6 +11,7 @@ from weakref import WeakSet
 from tritondt.comm import world
 from tritondt.comm.packing.arena_transfer import ProgramTransfer
 from tritondt.comm.process_world import ProcessWorld
+from tritondt.comm.store import presence
 from tritondt.comm.transports import table as transport_table
 from tritondt.comm.transports.arenas import share_arenas
 from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
@@ -170,7 +171,7 @@ class CpuGroup:
             found = world.current()
             if not isinstance(found, ProcessWorld):
                 raise WorldError("a process group was used by a rank that is a thread; it connects processes")
-            name, ranks = f"{self._name} on the CPU", tuple(sorted(self._ranks))
+            name, ranks = f"{self._name}{presence.PART_OF_GROUP}the CPU", tuple(sorted(self._ranks))
             with found.joining(name, ranks, self.timeout) as context:
                 asks = transport_table.chosen("cpu").groups_share_memory
                 arenas = share_arenas(context, "collectives go over sockets", _ARENA_BYTES, asks_for_arenas=asks)

@@ -28,6 +28,7 @@ from tritondt.comm.daemons import start_daemon
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.process_world import ProcessWorld
 from tritondt.comm.processes import machine
+from tritondt.comm.store import presence
 from tritondt.comm.store.client import SilentStoreError
 from tritondt.comm.transports.handshakes import Address, Handshakes, Tokens, UnreachableError
 from tritondt.comm.transports.interfaces import no_address
@@ -166,7 +167,7 @@ class Mailbox:
                 found = world.current()
                 if not isinstance(found, ProcessWorld):
                     raise WorldError("a process group was used by a rank that is a thread; it connects processes")
-                name = f"{self._name}, messages"
+                name = f"{self._name}{presence.PART_OF_GROUP}the CPU, messages"
                 with found.entering(name, tuple(sorted(self._ranks)), self.timeout) as context:
                     self._carrier, self._world = _Carrier(context, self._ranks, self._own, found.identity.size), found
                 found.keep(name, self._carrier)
@@ -186,7 +187,7 @@ class Mailbox:
         if carrier is not None:
             carrier.abort()
             if self._world is not None:
-                self._world.forget(f"{self._name}, messages")
+                self._world.forget(f"{self._name}{presence.PART_OF_GROUP}the CPU, messages")
 
 
 class _Carrier:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tritondt.comm.store import presence
 from tritondt.comm.store.client import StoreClient
+from tritondt.comm.store.notices import Failed
 from tritondt.errors import PeerError
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LOOK_S = 0.001, 0.1, 0.5
@@ -40,6 +41,11 @@ class MonitoredBarrier:
         if error is not None:
             raise error
 
+    def _absent(self, missing: list[int]) -> Failed | None:
+        """One of the `missing` ranks that will not come, and why."""
+        known = self._client.presence
+        return presence.refusal(known, missing) or presence.ended(known, missing)
+
     def _late(self, number: int, timeout_s: float, *, names_all: bool) -> PeerError | None:
         """The error that names those who have not come in time, or have ended."""
         missing = list(range(1, len(self._ranks)))
@@ -49,7 +55,7 @@ class MonitoredBarrier:
             named = [self._ranks[each] for each in (missing if names_all else missing[:1])]
             if waited_s >= next_look:
                 next_look = waited_s + _LOOK_S
-                gone = self._client.call(lambda _: presence.ended(self._client.presence, missing))
+                gone = self._client.call(lambda _: self._absent(missing))
                 if gone is not None:
                     return PeerError(
                         f"rank {self._ranks[gone.rank]} does not come to a monitored barrier: {gone.error}"

@@ -91,11 +91,11 @@ def _agree_on_gloo(store: "dist.Store", name: str, rank: int, *, uses_gloo: bool
         )
 
 
-def _refuse_in_world(rank: int, error: BaseException) -> None:
-    """Tells those who wait for this rank, once there is a default group, why it does not come."""
+def _refuse_in_world(rank: int, group: str, error: BaseException) -> None:
+    """Tells who waits for this rank in a part of the group, once there is a default group, why it does not come."""
     if dist.is_initialized():
         store: Any = dist.distributed_c10d._get_default_store()
-        presence.refuse(presence.of_group(store), rank, error)
+        presence.refuse_group(presence.of_group(store), rank, group, error)
 
 
 class Router:
@@ -115,24 +115,26 @@ class Router:
         self._device_types = device_types
         self.gloo: Any = None
         self._uses_gloo = False
-        store = asked = dist.PrefixStore(f"gloo/{making}", options.store)
+        store = dist.PrefixStore(f"gloo/{making}", options.store)
         try:
             presence.announce(store, rank)
             self._uses_gloo = transport_table.chosen("cpu").name == "gloo"  # WorldError for a name of none
             _agree_on_gloo(store, self.name, self.ranks[rank], uses_gloo=self._uses_gloo)
-            asked = dist.PrefixStore(f"gloo/{making}", options.store.clone())
+            # A thread that an error leaves behind waits on its store: not on the connection that torch and the next
+            # world ask, nor on that of the barriers.
+            apart = dist.PrefixStore(f"gloo/{making}", options.store.clone())
             if self._uses_gloo:
-                self._connect_gloo(store, asked)
+                self._connect_gloo(dist.PrefixStore(f"gloo/{making}", options.store.clone()), apart)
         except BaseException as error:
             if not isinstance(error, PeerError):
-                presence.refuse(asked, rank, error)
-                _refuse_in_world(self.ranks[rank], error)
+                presence.refuse(store, rank, error)
+                _refuse_in_world(self.ranks[rank], self.name, error)
             raise
         self._nccl_groups: dict[str, NcclGroup] = {}
         self._cpu_group = CpuGroup(self.name, self.ranks, rank, self.timeout)
         self._mailbox = Mailbox(self.name, self.ranks, rank, self.timeout)
-        own_store = dist.PrefixStore(f"tritondt/barrier/{making}", asked)
-        self._barrier_client = StoreClient(own_store, StoreHost(options.store), asked)
+        own_store = dist.PrefixStore(f"tritondt/barrier/{making}", apart)
+        self._barrier_client = StoreClient(own_store, StoreHost(options.store), apart)
         self._monitored = MonitoredBarrier(self._barrier_client, self.ranks, rank)
         self._num_forks, self._is_ended = _num_forks, False
         self._checked_forks = -1  # forks when a tensor on the CPU was last found to be no one of NCCL's
@@ -146,7 +148,7 @@ class Router:
     def _connect_gloo(self, store: "dist.Store", asked: "dist.Store") -> None:
         """Makes Gloo's group by `store`; PeerError where some do not come in time, or as soon as one cannot.
 
-        `asked` is the same store by another connection: that of `store` is Gloo's while Gloo waits.
+        `asked` is the same store by another connection: Gloo has that of `store` while it waits, also after an error.
         """
         rank, size = self.group_rank
         others = [place for place in range(size) if place != rank]
@@ -199,7 +201,7 @@ class Router:
             self._checked_forks = _num_forks
             return None
         found = NcclGroup(
-            f"{self.name} on {device_type}",
+            f"{self.name}{presence.PART_OF_GROUP}{device_type}",
             self.ranks,
             self.group_rank.rank,
             nccl_devices[device_type](device),

@@ -172,8 +172,13 @@ class Watch:
         """
         with suppress(SilentStoreError):
             found = self._notices.failure(key, 0)
-            return found or self._client.call(lambda _: presence.ended(self._client.presence, missing))
+            return found or self._client.call(lambda _: self._absent(key, missing))
         return None
+
+    def _absent(self, key: str, missing: Sequence[int]) -> Failed | None:
+        """A rank that will not come to the communicator of that key, and why."""
+        store = self._client.presence
+        return presence.group_refusal(store, missing, key) or presence.ended(store, missing)
 
     def _reason(self, wait: Wait, *, patient: bool) -> PeerError | None:
         end = time.monotonic() + (3 * INTERVAL_S if patient else 0.0)

@@ -24,6 +24,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _MOST_ASKED = 64
 # Refusals of others that this rank has raised.
 _heard: set[str] = set()
+# Stands between the name of a process group and its part's, in the name of a communicator.
+PART_OF_GROUP = " on "
 # Prefixes of the store in which this process has said so before there was a group, whose keys get more of them.
 _num_early_prefixes: int | None = None
 
@@ -80,6 +82,31 @@ def refusal(store: dist.Store, ranks: Sequence[int]) -> Failed | None:
     return None
 
 
+def hear(store: dist.Store, ranks: Sequence[int]) -> None:
+    """Counts the refusals of `ranks` as told: this rank raises another error, of the same failure.
+
+    Told later, in the world after, they would be taken for new ones.
+    """
+    while refusal(store, ranks) is not None:
+        pass
+
+
+def refuse_group(store: dist.Store, rank: int, group: str, error: BaseException) -> None:
+    """Says in the store why this rank has no part in the process group of that name, which is never made again."""
+    store.set(_group_key(rank, group), f"{type(error).__name__}: {error}")
+
+
+def group_refusal(store: dist.Store, ranks: Sequence[int], name: str) -> Failed | None:
+    """The first of `ranks` that has refused the process group that the communicator `name` is for, and why."""
+    group, _, _ = name.partition(PART_OF_GROUP)
+    if group == name:
+        return None  # a mesh's
+    for rank in ranks[:_MOST_ASKED]:
+        if store.check([key := _group_key(rank, group)]):
+            return Failed(rank, store.get(key).decode())
+    return None
+
+
 def ended(store: dist.Store, ranks: Sequence[int]) -> Failed | None:
     """The first of `ranks` on this host whose process has ended."""
     keys = {rank: _process_key(rank) for rank in ranks[:_MOST_ASKED]}
@@ -118,6 +145,10 @@ def machines(client: StoreClient, rank: int, ranks: Sequence[int], timeout: time
 
 def _process_key(rank: int) -> str:
     return f"process/{rank}"
+
+
+def _group_key(rank: int, group: str) -> str:
+    return f"refusal/{rank}/{group}"
 
 
 def _refusal_key(rank: int) -> str:

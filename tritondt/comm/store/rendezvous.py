@@ -102,6 +102,7 @@ class Rendezvous:
 
     def _raise(self, rank: int, failed: Failed | None) -> None:
         if failed is not None:
+            self._asked(lambda _: presence.hear(self._client.presence, self._ranks))
             raise PeerError(
                 f"rank {failed.rank} failed while rank {rank} waited for ranks {self._missing()} to connect: "
                 f"{failed.error}"
@@ -112,6 +113,9 @@ class Rendezvous:
         missing = self._missing()
         refused = self._asked(lambda _: presence.refusal(self._client.presence, missing))
         if refused is not None:  # until it has a world: nothing has ended here
+            return refused
+        refused = self._asked(lambda _: presence.group_refusal(self._client.presence, missing, self._name))
+        if refused is not None:
             return refused
         gone = self._asked(lambda _: presence.ended(self._client.presence, missing))
         if gone is not None:  # which ranks of other hosts cannot see
