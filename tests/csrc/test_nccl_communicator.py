@@ -99,7 +99,7 @@ def test_a_nonblocking_communicator_is_waited_for(recording):
     all_reduce(comm)
     start = time.monotonic()
     assert not comm.wait(0.05)
-    assert 0.05 <= time.monotonic() - start < 5
+    assert 0.05 <= time.monotonic() - start < 30
     with pytest.raises(
         NcclError, match=r"^this nonblocking communicator is still at work on what was asked of it befor"
     ):
@@ -195,7 +195,7 @@ def test_an_abort_ends_a_call_that_is_stuck(recording):
     assert not comm.poll()
     start = time.monotonic()
     comm.abort()
-    assert 0.4 < time.monotonic() - start < 10
+    assert 0.4 < time.monotonic() - start < 30
     thread.join(10)
     assert raised
     assert recording.take() == ["ncclCommAbort c0"]

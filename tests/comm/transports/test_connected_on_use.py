@@ -109,7 +109,7 @@ def test_a_rank_that_refuses_the_first_exchange_is_known_at_once(ranks: GlooRank
         text, seconds = found[rank]
         assert f"rank 1 failed while rank {rank} waited for rank" in text, text
         assert "LocalTensorError" in text
-        assert seconds < 10, "the timeout is 60 s"
+        assert seconds < 40, "the timeout is 60 s"
 
 
 def refuse_on_rank_1(rank: int) -> tuple[str, float]:
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_before_anybody_is_connected_with_it(transport: str) ->
     for rank in (0, 2, 3):
         text, seconds = found[rank]
         assert "rank 1" in text, text
-        assert seconds < 12, (text, seconds)
+        assert seconds < 40, (text, seconds)
 
 
 def lose_rank_1(rank: int) -> tuple[str, float]:
@@ -243,7 +243,7 @@ def test_a_rank_with_all_connections_is_met_by_those_without(ranks: GlooRanks) -
     """The middle of three is connected with both others, which are not with each other."""
     found = ranks.run(move_along_a_chain)
     assert [places for places, _ in found] == [[1], [0, 2], [1], []]
-    assert all(seconds < 10 for _, seconds in found), found
+    assert all(seconds < 40 for _, seconds in found), found
 
 
 def move_along_a_chain(rank: int) -> tuple[list[int], float]:
@@ -265,7 +265,7 @@ def move_along_a_chain(rank: int) -> tuple[list[int], float]:
 def test_an_abort_ends_the_wait_for_ranks_that_are_not_connected(four_ranks: GlooRanks) -> None:
     text, seconds = four_ranks.run(abort_while_closing)[0]
     assert re.match(r"a barrier, asked for at .* was asked of a communicator that ended \(.* was aborted\)", text), text
-    assert seconds < 4, "the timeout is 300 s"
+    assert seconds < 60, "the timeout is 300 s"
 
 
 def abort_while_closing(rank: int) -> tuple[str, float]:
@@ -286,7 +286,7 @@ def test_ranks_that_close_and_ranks_that_exchange_are_told_at_once(ranks: GlooRa
     for text, seconds in ranks.run(close_on_rank_1):
         assert "ranks disagree at exchange 1: rank" in text, text
         assert "a barrier" in text
-        assert seconds < 10, "the timeout is 60 s, or 300"
+        assert seconds < 40, "the timeout is 60 s, or 300"
 
 
 def close_on_rank_1(rank: int) -> tuple[str, float]:
