@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -17,7 +16,7 @@ from tritondt.planning.planner import is_near, make_plan, why_collective, why_mo
 from tritondt.planning.step_chart import step_chart
 from tritondt.planning.step_report import StepReport, WireSize, cast_report, collective_report, near_ranks, step_report
 from tritondt.planning.storage import step_blocks
-from tritondt.sharding.coordinates import position_of
+from tritondt.planning.traffic import elements_between_hosts
 from tritondt.sharding.layout import Coordinate, Layout
 
 # A browser breaks the caption of a narrow table into lines as narrow as that, if it is let.
@@ -225,6 +224,8 @@ def explain_layouts(
     peak = 0
     for step, report in zip(plan.steps, reports, strict=True):
         peak = max(peak, report.packed_bytes + report.staged_bytes + _between_bytes(plan.steps, step, at, itemsize))
+    far = elements_between_hosts(plan.steps, hosts, [source.position(at)])
+    between = elements_between_hosts(plan.steps, hosts, range(len(hosts)) if len(hosts) <= _MOST_COUNTED else ())
     reasons = why_more_bytes(plan, moved_itemsize, costs), why_collective(plan, moved_itemsize, costs, dtype)
     return Explanation(
         source=str(source),
@@ -237,30 +238,9 @@ def explain_layouts(
         first_connections_seconds=len(peers) * costs.first_connection_s,
         wire_itemsize=wire_itemsize,
         reason="\n".join(filter(None, reasons)) or None,
-        far_bytes=_far_elements(plan.steps, at, hosts) * moved_itemsize,
-        between_hosts=_between_hosts(plan.steps, hosts, moved_itemsize),
+        far_bytes=sum(far.values()) * moved_itemsize,
+        between_hosts=tuple((*pair, numel * moved_itemsize) for pair, numel in sorted(between.items())),
     )
-
-
-def _far_elements(steps: tuple[Step, ...], coordinate: Coordinate, hosts: Hosts) -> int:
-    """Elements that a coordinate receives from other hosts."""
-    if not hosts:
-        return 0
-    own = hosts[position_of(coordinate, steps[0].source.mesh_shape)] if steps else 0
-    received = (message for step in steps for message in step.exchange(coordinate).receives)
-    return sum(message.numel for message in received if hosts[message.peer] != own)
-
-
-def _between_hosts(steps: tuple[Step, ...], hosts: Hosts, itemsize: int) -> tuple[tuple[int, int, int], ...]:
-    """Bytes of all ranks from one host to another, by the hosts' numbers; () where they take too long to count."""
-    found = dict[tuple[int, int], int]()
-    for step in steps if len(hosts) <= _MOST_COUNTED else ():
-        for host, coordinate in zip(hosts, product(*map(range, step.source.mesh_shape)), strict=False):
-            for message in step.exchange(coordinate).receives if step.moving_axes else ():
-                pair = hosts[message.peer], host
-                if pair[0] != host:
-                    found[pair] = found.get(pair, 0) + message.numel * itemsize
-    return tuple((*pair, num_bytes) for pair, num_bytes in sorted(found.items()))
 
 
 def _between_bytes(steps: tuple[Step, ...], step: Step, coordinate: Coordinate, itemsize: int) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -26,10 +26,9 @@ from tritondt.planning.plan import Plan, Step
 from tritondt.planning.planner import is_near, make_plan
 from tritondt.planning.step_report import WireSize
 from tritondt.planning.storage import step_blocks
+from tritondt.planning.traffic import step_traffic
 from tritondt.redistribution.across import check_dtypes, compiled_across, is_one_grid, plan_across
 from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep, Side, Start, compiled_step, step_text
-from tritondt.sharding import intervals as regions
-from tritondt.sharding.layout import Coordinate, Layout
 from tritondt.sharding.placement import Partial, Placement
 from tritondt.sharding.spec import DTensorSpec, target_spec
 
@@ -201,20 +200,15 @@ def _spec_of(tensor: torch.Tensor) -> DTensorSpec:
 def received_bytes(source: DTensorSpec, target: DTensorSpec) -> int:
     """Most bytes that any rank receives when a tensor goes from `source` to `target`; equal on every rank.
 
-    Counted rank by rank on meshes of up to 1,024 ranks where nothing is reduced, else the planner's upper bound.
+    Counted rank by rank on meshes of up to 1,024 ranks where nothing is reduced, as by one exchange; else estimated.
     """
     itemsize = source.dtype.itemsize
     if source.layout.num_ranks <= _MAX_COUNTED and not source.layout.axes_where(Partial):
-        return max(map(partial(_lacking, source.layout, target.layout), target.layout.coordinates())) * itemsize
+        traffic = step_traffic(Step("exchange", source.layout, target.layout))
+        coordinates = target.layout.coordinates()
+        return max(traffic.arriving(each) - traffic.kept(each) for each in coordinates) * itemsize
     plan, costs = plan_for(source, target), _costs_of(source)
     return round(sum(step_cost(step, itemsize, costs).received_elements for step in plan.steps) * itemsize)
-
-
-def _lacking(source: Layout, target: Layout, coordinate: Coordinate) -> int:
-    """Number of elements of its region under `target` that a coordinate does not hold under `source`."""
-    wanted = target.region(coordinate)
-    held = regions.intersect(source.region(coordinate), wanted)
-    return regions.numel(wanted) - (0 if held is None else regions.numel(held))
 
 
 @lru_cache(maxsize=4096)
