@@ -206,6 +206,8 @@ class StepCost:
 
 def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
     """Cost of a step whose elements have `itemsize` bytes."""
+    if step.source_ranks is not None:
+        return _cost_across(step, itemsize, costs)
     if step.collective is not None:
         return _collective_cost(step.collective, itemsize, costs)
     if isinstance(step, HostStep):
@@ -219,6 +221,18 @@ def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
     launch_s = costs.slot_launch_s if link is costs.slots else costs.launch_s
     moving_s = received_bytes / link.bandwidth + received_bytes / costs.copy_bandwidth
     return StepCost(num_peers, received, launch_s + num_peers * link.latency_s + moving_s)
+
+
+def _cost_across(step: Step, itemsize: int, costs: CostTable) -> StepCost:
+    """Cost of a step of a plan between meshes, of the rank that receives most; its messages are listed."""
+    if not step.moving_axes:
+        return StepCost(0, 0.0, step.target.max_local_numel * itemsize / costs.copy_bandwidth)
+    exchanges = [step.exchange_of(rank) for rank in step.ranks]
+    num_messages = max(max(len(found.sends), len(found.receives)) for found in exchanges)
+    received = max(step.received_elements)
+    link, num_bytes = costs.link(max(step.ranks) + 1), received * itemsize
+    moving_s = num_messages * link.latency_s + num_bytes / link.bandwidth + num_bytes / costs.copy_bandwidth
+    return StepCost(num_messages, float(received), moving_s)
 
 
 def _between_hosts_cost(step: HostStep, itemsize: int, costs: CostTable) -> StepCost:

@@ -54,6 +54,19 @@ def step_blocks(
     return blocks(flat, part), blocks(whole, part)
 
 
+def rank_blocks(
+    step: Step, rank: int, source_strides: Sequence[int] | None = None
+) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """Source and target blocks of a rank in a step; none on a side whose mesh it is not in."""
+    source, target = step.source_coordinate(rank), step.target_coordinate(rank)
+    if step.kind == "gather":
+        return ((), ()) if source is None else step_blocks(step, source)
+    return (
+        () if source is None else blocks(step.source, source, source_strides),
+        () if target is None else blocks(step.target, target),
+    )
+
+
 def message_block(part: Region, offset: int = 0) -> Block:
     """Block of a part within its message: dense, row-major in global index order."""
     lengths = tuple(regions.total(intervals) for intervals in part)
