@@ -268,17 +268,17 @@ def exchange_of_parts(
     )
 
 
-def renumber_peers(exchange: Exchange, ranks: Sequence[int], among: Sequence[int] | None = None) -> Exchange:
+def renumber_peers(exchange: Exchange, ranks: Sequence[int]) -> Exchange:
     """The exchange with each peer, a position in `ranks`, renumbered to the place of its rank in ascending order.
 
-    Peers of a mesh become peers of the communicator of its ranks, or of some `among` them that hold all peers.
+    Peers of a mesh become peers of the communicator of its ranks.
 
     >>> exchange = Exchange((Message(0, ()), Message(2, ())), (), ())
     >>> [message.peer for message in renumber_peers(exchange, (7, 3, 5)).sends]
     [2, 1]
     """
-    place_of = {rank: place for place, rank in enumerate(sorted(ranks if among is None else among))}
-    return with_peers(exchange, [place_of.get(rank, -1) for rank in ranks])
+    place_of = {rank: place for place, rank in enumerate(sorted(ranks))}
+    return with_peers(exchange, [place_of[rank] for rank in ranks])
 
 
 def with_peers(exchange: Exchange, peer_of: Mapping[int, int] | Sequence[int]) -> Exchange:
