@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from tritondt.cli.wide_traffic import WideTraffic
 from tritondt.errors import LayoutError
+from tritondt.planning.between_hosts import HostStep
 from tritondt.planning.cost import CostTable
 from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Plan
@@ -68,6 +70,17 @@ def test_counts_are_those_of_the_lists(seed):
 @pytest.mark.parametrize(("mesh", "source", "target"), LARGE)
 def test_counts_of_larger_meshes(mesh, source, target):
     check(make_plan(*(Layout(mesh, parse_placements(text), (97, 50)) for text in (source, target)), 4, COSTS))
+
+
+@pytest.mark.parametrize(("mesh", "source", "target"), [((8,), "S0", "R"), ((8,), "P", "R"), ((2, 4), "S0,P", "R,S1")])
+def test_counts_of_plans_that_know_hosts(mesh, source, target):
+    """Their steps have no closed form, and are counted by the same questions."""
+    before, after = (Layout(mesh, parse_placements(text), (17, 30)) for text in (source, target))
+    plan = make_plan(before, after, 4, COSTS, hosts=(0, 0, 0, 1, 1, 1, 0, 1))
+    assert any(isinstance(step, HostStep) for step in plan.steps)
+    check(plan)
+    listed, wide = rank_traffic(plan, 4), WideTraffic(plan, 4)
+    assert [wide.blocks(most) for most in (8, 3)] == [listed.blocks(most) for most in (8, 3)]
 
 
 def test_a_large_world_is_counted_by_products(monkeypatch):
