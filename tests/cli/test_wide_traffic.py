@@ -2,15 +2,13 @@
 
 import pytest
 
-from tritondt.cli.fans import fans
-from tritondt.cli.wide_traffic import WideTraffic
+from tritondt.cli.wide_traffic import WideTraffic, fans
 from tritondt.errors import LayoutError
 from tritondt.planning.cost import CostTable
 from tritondt.planning.plan import Plan
 from tritondt.planning.planner import make_plan
 from tritondt.planning.topology import link_loads, parse_topology
-from tritondt.planning.totals import rank_totals
-from tritondt.planning.traffic import rank_traffic
+from tritondt.planning.traffic import rank_totals, rank_traffic
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import parse_placements
 
@@ -65,7 +63,7 @@ def test_messages_that_are_not_listed_are_counted():
 
 def test_what_is_too_much_even_so_is_refused(monkeypatch):
     plan = plan_of((12,), "S0(unit=2)", "S0", (50, 2))
-    monkeypatch.setattr("tritondt.cli.fans.MOST_PAIRS", 10)
+    monkeypatch.setattr("tritondt.planning.traffic.MOST_PAIRS", 10)
     with pytest.raises(LayoutError, match="more than 10 different pairs of parts"):
         WideTraffic(plan, 4).blocks(4)
     monkeypatch.setattr("tritondt.cli.wide_traffic.MOST_SWITCHES", 2)

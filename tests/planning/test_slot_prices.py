@@ -2,9 +2,10 @@
 
 import pytest
 
+from tritondt.planning.across import make_plan_across
 from tritondt.planning.alignment import NCCL_ALIGNMENT
 from tritondt.planning.cost import CostTable
-from tritondt.planning.explain import Explanation, explain_layouts
+from tritondt.planning.explain import Explanation, explain_layouts, explain_plan
 from tritondt.planning.prices import built_in, from_json, in_slots, to_json
 from tritondt.sharding.layout import Coordinate, Layout
 from tritondt.sharding.placement import parse_placements
@@ -92,3 +93,14 @@ def test_messages_of_a_narrower_dtype_have_the_price_of_nccls() -> None:
     narrow = explain_layouts(before, after, 4, COSTS, alignment=NCCL_ALIGNMENT, wire_itemsize=2)
     assert narrow == explain_layouts(before, after, 4, NCCL_ONLY, alignment=NCCL_ALIGNMENT, wire_itemsize=2)
     assert narrow.steps[0].placed_bytes == 0
+
+
+@pytest.mark.parametrize(("ranks", "is_near"), [((0, 1, 2, 3), True), ((8, 11, 10, 15), True), ((6, 7, 8, 9), False)])
+def test_ranks_of_two_meshes_share_a_host_by_their_numbers(ranks: tuple[int, ...], is_near: bool) -> None:
+    """Rank r is on host r // 8, wherever it stands in its mesh."""
+    before, after = (Layout((2,), parse_placements(text), (256, 256)) for text in ("S0", "S1"))
+    plan = make_plan_across(before, ranks[:2], after, ranks[2:], 4, COSTS)
+    for rank in ranks[:2]:
+        found = explain_plan(plan, rank, 4, COSTS)
+        assert found.sent_bytes == 128 * 256 * 4
+        assert found.steps[0].placed_bytes == (found.sent_bytes if is_near else 0)

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from tritondt.cli.wide_traffic import WideTraffic
 from tritondt.errors import LayoutError
-from tritondt.planning import totals
+from tritondt.planning.between_hosts import HostStep
 from tritondt.planning.cost import CostTable
 from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Plan
 from tritondt.planning.planner import candidates, make_plan
-from tritondt.planning.totals import rank_totals
-from tritondt.planning.traffic import rank_traffic
+from tritondt.planning.traffic import rank_totals, rank_traffic
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Placement, parse_placements
 
@@ -72,15 +72,27 @@ def test_counts_of_larger_meshes(mesh, source, target):
     check(make_plan(*(Layout(mesh, parse_placements(text), (97, 50)) for text in (source, target)), 4, COSTS))
 
 
+@pytest.mark.parametrize(("mesh", "source", "target"), [((8,), "S0", "R"), ((8,), "P", "R"), ((2, 4), "S0,P", "R,S1")])
+def test_counts_of_plans_that_know_hosts(mesh, source, target):
+    """Their steps have no closed form, and are counted by the same questions."""
+    before, after = (Layout(mesh, parse_placements(text), (17, 30)) for text in (source, target))
+    plan = make_plan(before, after, 4, COSTS, hosts=(0, 0, 0, 1, 1, 1, 0, 1))
+    assert any(isinstance(step, HostStep) for step in plan.steps)
+    check(plan)
+    listed, wide = rank_traffic(plan, 4), WideTraffic(plan, 4)
+    assert [wide.blocks(most) for most in (8, 3)] == [listed.blocks(most) for most in (8, 3)]
+
+
 def test_a_large_world_is_counted_by_products(monkeypatch):
     calls: list[int] = []
-    real = Layout.count_holders
+    real = Layout.dim_holders
 
-    def counted(self: Layout, dim: int, *arguments: Any) -> tuple[int, int]:
-        calls.append(dim)
-        return real(self, dim, *arguments)
+    def counted(self: Layout, dim: int, *arguments: Any) -> Any:
+        for found in real(self, dim, *arguments):
+            calls.append(dim)
+            yield found
 
-    monkeypatch.setattr(Layout, "count_holders", counted)
+    monkeypatch.setattr(Layout, "dim_holders", counted)
     before, after = (Layout((64, 64), parse_placements(text), (4096, 512)) for text in ("P,S0", "R,S0"))
     found = rank_totals(make_plan(before, after, 4, COSTS), 4)
     # 64 ranks share a box of 64 rows: each sends the pieces of the 63 others, then its own to them.
@@ -90,12 +102,13 @@ def test_a_large_world_is_counted_by_products(monkeypatch):
 
 
 def test_pieces_that_would_have_to_be_listed_are_refused(monkeypatch):
-    monkeypatch.setattr(totals, "MOST_PIECES", 100)
+    monkeypatch.setattr("tritondt.planning.traffic.MOST_PAIRS", 1000)
     before, after = (Layout((16, 16), parse_placements(text), (64, 64)) for text in ("P,S0", "R,S1"))
     plans = [Plan(before, after, tuple(steps)) for steps in candidates(before, after, COSTS)]
     in_pieces = [plan for plan in plans if isinstance(plan.steps[0].target, FlatPieces)]
+    refused = r"in 16 pieces of \(64, 64\) on 256 ranks has more than 1,000 different pairs .* explain one rank"
     for plan in in_pieces:
-        with pytest.raises(LayoutError, match="reduces into more than 100 pieces of boxes of which ranks hold parts"):
+        with pytest.raises(LayoutError, match=refused):
             rank_totals(plan, 4)
     assert 0 < len(in_pieces) < len(plans)
     assert all(sum(rank_totals(plan, 4).sent) > 0 for plan in plans if plan not in in_pieces)

@@ -7,6 +7,7 @@ import tritondt as T
 from tests.harness.oracle.cases import check_cases, random_case
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.planning.cost import CostTable
+from tritondt.redistribution.compile import received_bytes
 
 NUM_CASES = 5000
 CASES_PER_TEST = 100
@@ -122,6 +123,19 @@ def test_sum_and_mean_exchange_terms_without_talking() -> None:
     torch.testing.assert_close(scaled, [4 * term for term in terms], rtol=0, atol=0)
     back = redistributed((4,), "P(avg)", "P(sum)", scaled, (2,))
     torch.testing.assert_close(back, terms, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pair", [("S0", "P"), ("S0", "S1"), ("S0", "R"), ("S1(sizes=0/0/6/1)", "P"), ("R", "P")])
+def test_the_most_that_a_rank_receives_is_that_of_the_plan(pair: tuple[str, str]) -> None:
+    """A shard becomes a term of a sum without a message, though its rank lacks the rest of the tensor."""
+
+    def most_and_explained(_rank: int) -> tuple[int, int]:
+        before, after = specs(T.Mesh((4,)), (3, 7), torch.float32, *pair)
+        return received_bytes(before, after), T.explain(before, after).received_bytes
+
+    found = run_ranks(4, most_and_explained)
+    assert {most for most, _ in found} == {max(explained for _, explained in found)}
+    assert (found[0][0] == 0) == (pair[1] == "P")
 
 
 def test_an_order_by_names_is_that_of_axes() -> None:

@@ -23,8 +23,7 @@ from tritondt.planning.planner import make_plan
 from tritondt.planning.prices import built_in
 from tritondt.planning.spread import Spread
 from tritondt.planning.topology import Link, Topology, link_loads, loads_by_kind, parse_topology
-from tritondt.planning.totals import rank_totals
-from tritondt.planning.traffic import MOST_MESSAGES, RankTraffic, rank_traffic
+from tritondt.planning.traffic import MOST_MESSAGES, RankTraffic, rank_totals, rank_traffic
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import parse_placements
 

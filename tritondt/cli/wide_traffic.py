@@ -1,24 +1,73 @@
-"""Bytes between blocks of ranks, and over links of a network, in worlds whose messages are too many to be listed."""
+"""Bytes between blocks of ranks, and over links of a network, in worlds whose messages are too many to be listed.
+
+They are added up by fans: senders that send the same amounts to the same ranks. All of S0 -> S1 on 65,536 ranks is one
+fan of 4,294,967,296 messages.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
-from tritondt.cli.fans import Fan, fans
 from tritondt.errors import LayoutError
 from tritondt.planning.plan import Plan
 from tritondt.planning.spread import Spread
 from tritondt.planning.topology import Link, Topology
-from tritondt.planning.totals import rank_totals
+from tritondt.planning.traffic import Pairs, rank_totals, step_traffic
 
 # Switches between which a path is followed for every pair, at some 2 us each.
 MOST_SWITCHES = 2048
 # Pairs of ranks on one host that are looked at together: 64 MB for each of their numbers.
 _PAIRS_AT_ONCE = 1 << 23
+
+
+class Fan(NamedTuple):
+    """Senders, and what each of them sends to which rank, itself included, in ascending order of receivers."""
+
+    senders: torch.Tensor
+    receivers: torch.Tensor
+    num_bytes: torch.Tensor
+
+    @property
+    def kept(self) -> torch.Tensor:
+        """Bytes that each sender keeps."""
+        place = torch.searchsorted(self.receivers, self.senders).clamp_(max=len(self.receivers) - 1)
+        return torch.where(self.receivers[place] == self.senders, self.num_bytes[place], 0)
+
+
+def fans(plan: Plan, itemsize: int) -> Iterator[Fan]:
+    """Fans of all steps of a plan whose messages hold elements of `itemsize` bytes.
+
+    Raises LayoutError where too many pairs of parts would have to be listed.
+
+    >>> from tritondt.planning.cost import CostTable
+    >>> from tritondt.planning.planner import make_plan
+    >>> from tritondt.sharding.layout import Layout
+    >>> from tritondt.sharding.placement import parse_placements
+    >>> source, target = (Layout((2,), parse_placements(text), (6, 2)) for text in ("S0", "R"))
+    >>> [[values.tolist() for values in fan] for fan in fans(make_plan(source, target, 4, CostTable()), 4)]
+    [[[0, 1], [0, 1], [24, 24]]]
+    """
+    for step in plan.steps:
+        if not step.moving_axes:
+            continue
+        traffic = step_traffic(step)
+        senders: dict[tuple[Pairs, ...], list[int]] = defaultdict(list)
+        for rank, coordinate in enumerate(plan.source.coordinates()):
+            senders[traffic.served(coordinate)].append(rank)
+        senders.pop((), None)
+        for factors, ranks in senders.items():
+            receivers, numels = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+            for factor in factors:
+                places, lengths = torch.frombuffer(bytearray(factor), dtype=torch.int64).view(-1, 2).unbind(1)
+                receivers = (receivers[:, None] + places).flatten()
+                numels = (numels[:, None] * lengths).flatten()
+            order = receivers.argsort()
+            yield Fan(torch.tensor(ranks), receivers[order], numels[order] * itemsize)
 
 
 class WideTraffic:

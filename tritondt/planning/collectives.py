@@ -13,6 +13,7 @@ from itertools import product
 from math import ceil, log2, prod
 from typing import Literal, NamedTuple
 
+from tritondt.sharding.coordinates import position_of
 from tritondt.sharding.layout import Coordinate, Layout
 from tritondt.sharding.placement import Partial, Placement, ReduceOp, Replicate, Shard
 
@@ -117,7 +118,7 @@ def group_of(mesh_shape: Sequence[int], axes: Sequence[int], coordinate: Coordin
     """
     varied = axes or range(len(mesh_shape))
     along = [range(size) if axis in varied else (coordinate[axis],) for axis, size in enumerate(mesh_shape)]
-    return tuple(_position(mesh_shape, each) for each in product(*along))
+    return tuple(position_of(each, mesh_shape) for each in product(*along))
 
 
 def is_offered(collective: Collective, dtype: str, level: int) -> bool:
@@ -173,7 +174,7 @@ def _even_dim(cut: Layout, whole: Layout, axes: Sequence[int]) -> int | None:
     (dim,) = dims
     sizes = [cut.mesh_shape[axis] for axis in axes]
     for coordinate in cut.coordinates():
-        number = _position(sizes, [coordinate[axis] for axis in axes])
+        number = position_of([coordinate[axis] for axis in axes], sizes)
         held = list(whole.region(coordinate))
         if len(held[dim]) != 1 or not all(held):
             return None
@@ -194,11 +195,3 @@ def _holds_alike(source: Layout, target: Layout) -> bool:
 def _is_outer(layout: Layout, dim: int) -> bool:
     """Whether blocks along a dim lie one after the other in a dense local tensor, on every rank."""
     return all(prod(layout.local_shape(each)[:dim]) == 1 for each in layout.coordinates())
-
-
-def _position(sizes: Sequence[int], coordinate: Sequence[int]) -> int:
-    """Row-major position of a coordinate."""
-    found = 0
-    for size, place in zip(sizes, coordinate, strict=True):
-        found = found * size + place
-    return found

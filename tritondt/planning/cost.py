@@ -6,7 +6,6 @@ where they are not. A price by a rank's own bytes would let ranks choose differe
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from math import inf, prod
 from typing import Any, TypeVar
@@ -15,11 +14,9 @@ from tritondt.errors import ArgumentError
 from tritondt.planning.alignment import STAGING_ALIGNMENT
 from tritondt.planning.between_hosts import HostStep
 from tritondt.planning.collectives import ALL, EXACT, NONE, WIDE, Collective
-from tritondt.planning.exchange import Route
-from tritondt.planning.flat_pieces import FlatPieces
-from tritondt.planning.plan import Step, common_cuts
+from tritondt.planning.plan import Step
 from tritondt.planning.slots import chunk_bytes, device_slots, slot_bytes
-from tritondt.sharding.placement import Replicate
+from tritondt.planning.traffic import estimated_elements, estimated_peers
 
 _MAY_BE_ZERO = (
     "launch_s",
@@ -209,6 +206,8 @@ class StepCost:
 
 def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
     """Cost of a step whose elements have `itemsize` bytes."""
+    if step.source_ranks is not None:
+        return _cost_across(step, itemsize, costs)
     if step.collective is not None:
         return _collective_cost(step.collective, itemsize, costs)
     if isinstance(step, HostStep):
@@ -216,12 +215,24 @@ def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
     if not step.moving_axes:
         copied = step.target.max_local_numel * itemsize
         return StepCost(0, 0.0, costs.launch_s + copied / costs.copy_bandwidth)
-    num_peers, received = _peers(step), received_elements(step)
+    num_peers, received = estimated_peers(step), estimated_elements(step)
     received_bytes, sizes = received * itemsize, step.source.mesh_shape
     link = costs.link_of(prod(sizes[step.moving_axes[0] :]), prod(sizes), received_bytes / max(num_peers, 1))
     launch_s = costs.slot_launch_s if link is costs.slots else costs.launch_s
     moving_s = received_bytes / link.bandwidth + received_bytes / costs.copy_bandwidth
     return StepCost(num_peers, received, launch_s + num_peers * link.latency_s + moving_s)
+
+
+def _cost_across(step: Step, itemsize: int, costs: CostTable) -> StepCost:
+    """Cost of a step of a plan between meshes, of the rank that receives most; its messages are listed."""
+    if not step.moving_axes:
+        return StepCost(0, 0.0, step.target.max_local_numel * itemsize / costs.copy_bandwidth)
+    exchanges = [step.exchange_of(rank) for rank in step.ranks]
+    num_messages = max(max(len(found.sends), len(found.receives)) for found in exchanges)
+    received = max(step.received_elements)
+    link, num_bytes = costs.link(max(step.ranks) + 1), received * itemsize
+    moving_s = num_messages * link.latency_s + num_bytes / link.bandwidth + num_bytes / costs.copy_bandwidth
+    return StepCost(num_messages, float(received), moving_s)
 
 
 def _between_hosts_cost(step: HostStep, itemsize: int, costs: CostTable) -> StepCost:
@@ -254,62 +265,3 @@ def _registered_cost(collective: Collective, itemsize: int, costs: CostTable) ->
     moving_s = num_hops * link.latency_s + received * itemsize / speed
     copying_s = costs.launch_s + copied / costs.copy_bandwidth
     return StepCost(1, float(received), costs.collective_launch_s + moving_s + copying_s)
-
-
-def received_elements(step: Step) -> float:
-    """Elements that a rank receives in a step, as a real number so that equal forms compare equal."""
-    if isinstance(step.source, FlatPieces):
-        return step.source.layout.max_local_numel * (1 - 1 / step.source.parts)
-    wanted = step.target_layout.max_local_numel / (step.target.parts if isinstance(step.target, FlatPieces) else 1)
-    return wanted * (step.route.contributions - _own_fraction(step.route))
-
-
-def _own_fraction(route: Route) -> float:
-    """Least fraction of a target region of which the receiving rank holds a term."""
-    fraction = 1.0
-    for source_parts, target_parts in _parts_of_dims(route):
-        if source_parts > 1 and target_parts > 1:
-            return 0.0
-        fraction /= source_parts
-    return fraction
-
-
-def _peers(step: Step) -> int:
-    """Ranks that a rank talks to in a step: its servers or its receivers, whichever are more."""
-    if isinstance(step.source, FlatPieces):
-        return step.source.parts - 1
-    route = step.route
-    sizes = route.source_layout.mesh_shape
-    servers = receivers = prod(sizes[axis] for axis in route.reduced_axes)
-    pieces = step.target.axes if isinstance(step.target, FlatPieces) else ()
-    fixed = {*route.replica_axes, *route.kept_axes, *route.reduced_axes}
-    for source_parts, target_parts in _parts_of_dims(route):
-        servers *= _overlapping(source_parts, target_parts)
-        receivers *= _overlapping(target_parts, source_parts)
-    if not pieces:  # along a reduced axis that the target cuts, the cut has counted its pieces already
-        receivers //= prod(sizes[axis] for axis in route.reduced_axes)
-        fixed -= set(route.reduced_axes)
-    for axis in route.target_layout.axes_where(Replicate):
-        if axis not in fixed:
-            receivers *= sizes[axis]
-    own = 1 if _own_fraction(route) > 0 else 0
-    return max(servers, receivers) - own
-
-
-def _parts_of_dims(route: Route) -> Iterator[tuple[int, int]]:
-    """Per dim, numbers of parts into which source and target cut the interval that they do not cut alike."""
-    source, target = route.source_layout, route.target_layout
-    for dim, (source_axes, target_axes) in enumerate(zip(source.axes_of_dim, target.axes_of_dim, strict=True)):
-        common = len(common_cuts(source, target, dim))
-        moving = [axis for axis in source_axes[common:] if axis not in route.kept_axes]
-        yield (
-            prod(source.mesh_shape[axis] for axis in moving),
-            prod(target.mesh_shape[axis] for axis in target_axes[common:]),
-        )
-
-
-def _overlapping(parts: int, others: int) -> int:
-    """Greatest number of `parts` equal pieces of an interval that meet one of `others` equal pieces."""
-    if others % parts == 0 or parts % others == 0:
-        return max(1, parts // others)
-    return min(parts, -(-parts // others) + 1)

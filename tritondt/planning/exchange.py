@@ -8,7 +8,7 @@ Two layouts on different meshes of one world, and lists of tensors, are the same
 `exchange_across` and `merge`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -268,21 +268,30 @@ def exchange_of_parts(
     )
 
 
-def renumber_peers(exchange: Exchange, ranks: Sequence[int], among: Sequence[int] | None = None) -> Exchange:
+def renumber_peers(exchange: Exchange, ranks: Sequence[int]) -> Exchange:
     """The exchange with each peer, a position in `ranks`, renumbered to the place of its rank in ascending order.
 
-    Peers of a mesh become peers of the communicator of its ranks, or of some `among` them that hold all peers.
+    Peers of a mesh become peers of the communicator of its ranks.
 
     >>> exchange = Exchange((Message(0, ()), Message(2, ())), (), ())
     >>> [message.peer for message in renumber_peers(exchange, (7, 3, 5)).sends]
     [2, 1]
     """
-    place_of = {rank: place for place, rank in enumerate(sorted(ranks if among is None else among))}
+    place_of = {rank: place for place, rank in enumerate(sorted(ranks))}
+    return with_peers(exchange, [place_of[rank] for rank in ranks])
 
-    def renumbered(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        return tuple(Message(place_of[ranks[message.peer]], message.parts) for message in messages)
 
-    return replace(exchange, sends=renumbered(exchange.sends), receives=renumbered(exchange.receives))
+def with_peers(exchange: Exchange, peer_of: Mapping[int, int] | Sequence[int]) -> Exchange:
+    """The exchange with `peer_of[peer]` in place of each peer.
+
+    >>> with_peers(Exchange((Message(1, ()),), (), ()), (7, 3)).sends[0].peer
+    3
+    """
+    sends, receives = (
+        tuple(Message(peer_of[message.peer], message.parts) for message in messages)
+        for messages in (exchange.sends, exchange.receives)
+    )
+    return replace(exchange, sends=sends, receives=receives)
 
 
 def _part_key(part: Part) -> tuple[int, Region]:

@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -12,12 +11,13 @@ from tritondt.planning.alignment import DENSE, Alignment
 from tritondt.planning.between_hosts import Hosts
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.flat_pieces import FlatPieces
-from tritondt.planning.plan import Step
+from tritondt.planning.plan import Plan, Step
 from tritondt.planning.planner import is_near, make_plan, why_collective, why_more_bytes
 from tritondt.planning.step_chart import step_chart
 from tritondt.planning.step_report import StepReport, WireSize, cast_report, collective_report, near_ranks, step_report
-from tritondt.planning.storage import step_blocks
-from tritondt.sharding.coordinates import position_of
+from tritondt.planning.storage import rank_blocks
+from tritondt.planning.traffic import elements_between_hosts
+from tritondt.sharding.coordinates import ranks_text
 from tritondt.sharding.layout import Coordinate, Layout
 
 # A browser breaks the caption of a narrow table into lines as narrow as that, if it is let.
@@ -202,77 +202,91 @@ def explain_layouts(
     >>> found.sent_bytes, found.received_bytes, found.messages
     (24, 24, 3)
     """
-    at = (0,) * len(source.mesh_shape) if coordinate is None else coordinate
-    moved_itemsize = itemsize if wire_itemsize is None else wire_itemsize
     costs = costs if wire_itemsize is None else costs.for_wire()
-    plan = make_plan(source, target, moved_itemsize, costs, dtype, hosts)
-    own_host = hosts.count(hosts[source.position(at)]) if hosts else prod(source.mesh_shape)
-    near = near_ranks(costs, prod(source.mesh_shape), source.position(at))
-    reports, peers = [], set[int]()
+    wire = None if wire_itemsize is None else WireSize(itemsize, wire_itemsize, scale_bytes)
+    plan = make_plan(source, target, itemsize if wire is None else wire.wire_itemsize, costs, dtype, hosts)
+    position = 0 if coordinate is None else source.position(coordinate)
+    return explain_plan(plan, position, itemsize, costs, wire, alignment=alignment, dtype=dtype, hosts=hosts)
+
+
+def explain_plan(
+    plan: Plan,
+    rank: int,
+    itemsize: int,
+    costs: CostTable,
+    wire: WireSize | None = None,
+    *,
+    alignment: Alignment = DENSE,
+    dtype: str = "",
+    hosts: Hosts = (),
+) -> Explanation:
+    """Explanation of a plan for one of its ranks, or for a rank of the world that is in neither mesh: all zeros.
+
+    The plan is one for elements of `wire`, where that is given. For the rest see `explain_layouts`.
+
+    >>> from tritondt.planning.across import make_plan_across
+    >>> from tritondt.sharding.placement import parse_placements
+    >>> rows, columns = (Layout((2,), parse_placements(text), (4, 4)) for text in ("S0", "S1"))
+    >>> plan = make_plan_across(rows, (0, 1), columns, (2, 3), 4, CostTable())
+    >>> found = explain_plan(plan, 3, 4, CostTable())
+    >>> found.sent_bytes, found.received_bytes, found.num_peers
+    (0, 32, 2)
+    """
+    ranks, moved_itemsize = plan.ranks, itemsize if wire is None else wire.wire_itemsize
+    near = near_ranks(costs, len(ranks), rank)
+    own_host = hosts.count(hosts[rank]) if hosts else len(ranks)
+    is_across = plan.source_ranks is not None
+    reports, peers, peak = [], set[int](), 0
     for step in plan.steps:
-        found = step.exchange(at)
+        found = step.exchange_of(rank)
         peers.update(message.peer for message in (*found.sends, *found.receives))
-        wire = None if wire_itemsize is None else WireSize(itemsize, wire_itemsize, scale_bytes)
         if step.collective is not None:
-            reports.append(collective_report(step, step.collective, itemsize, costs, at))
+            report = collective_report(step, step.collective, itemsize, costs, plan.coordinate(rank))
         elif wire is None or not step.moving_axes:
-            seconds = step_cost(step, itemsize, costs).seconds
-            stored = step_blocks(step, at)
+            seconds, stored = step_cost(step, itemsize, costs).seconds, rank_blocks(step, rank)
             chunk_bytes = costs.chunk_bytes(own_host) if not hosts or is_near(step, hosts) else 0
-            reports.append(step_report(step, found, stored, itemsize, seconds, chunk_bytes, alignment, near))
+            report = step_report(step, found, stored, itemsize, seconds, chunk_bytes, alignment, near)
         else:
-            reports.append(cast_report(step, found, wire, step_cost(step, wire.wire_itemsize, costs).seconds))
-    peak = 0
-    for step, report in zip(plan.steps, reports, strict=True):
-        peak = max(peak, report.packed_bytes + report.staged_bytes + _between_bytes(plan.steps, step, at, itemsize))
-    reasons = why_more_bytes(plan, moved_itemsize, costs), why_collective(plan, moved_itemsize, costs, dtype)
+            report = cast_report(step, found, wire, step_cost(step, wire.wire_itemsize, costs).seconds)
+        reports.append(report)
+        peak = max(peak, report.packed_bytes + report.staged_bytes + _between_bytes(plan.steps, step, rank, itemsize))
+    far = elements_between_hosts(plan.steps, hosts, [rank])
+    between = elements_between_hosts(plan.steps, hosts, range(len(hosts)) if len(hosts) <= _MOST_COUNTED else ())
+    reasons = list[str | None]()
+    if not is_across:
+        reasons += why_more_bytes(plan, moved_itemsize, costs), why_collective(plan, moved_itemsize, costs, dtype)
     return Explanation(
-        source=str(source),
-        target=str(target),
-        shape=source.shape,
-        coordinate=at,
+        source=_side_text(plan.source, plan.source_ranks),
+        target=_side_text(plan.target, plan.target_ranks),
+        shape=plan.source.shape,
+        coordinate=plan.coordinate(rank),
         steps=tuple(reports),
         peak_bytes=peak,
         num_peers=len(peers),
         first_connections_seconds=len(peers) * costs.first_connection_s,
-        wire_itemsize=wire_itemsize,
+        wire_itemsize=None if wire is None else wire.wire_itemsize,
+        rank=rank if is_across else None,
         reason="\n".join(filter(None, reasons)) or None,
-        far_bytes=_far_elements(plan.steps, at, hosts) * moved_itemsize,
-        between_hosts=_between_hosts(plan.steps, hosts, moved_itemsize),
+        far_bytes=sum(far.values()) * moved_itemsize,
+        between_hosts=tuple((*pair, numel * moved_itemsize) for pair, numel in sorted(between.items())),
     )
 
 
-def _far_elements(steps: tuple[Step, ...], coordinate: Coordinate, hosts: Hosts) -> int:
-    """Elements that a coordinate receives from other hosts."""
-    if not hosts:
-        return 0
-    own = hosts[position_of(coordinate, steps[0].source.mesh_shape)] if steps else 0
-    received = (message for step in steps for message in step.exchange(coordinate).receives)
-    return sum(message.numel for message in received if hosts[message.peer] != own)
+def _side_text(layout: Layout, ranks: tuple[int, ...] | None) -> str:
+    return str(layout) if ranks is None else f"{layout} on ranks {ranks_text(ranks)}"
 
 
-def _between_hosts(steps: tuple[Step, ...], hosts: Hosts, itemsize: int) -> tuple[tuple[int, int, int], ...]:
-    """Bytes of all ranks from one host to another, by the hosts' numbers; () where they take too long to count."""
-    found = dict[tuple[int, int], int]()
-    for step in steps if len(hosts) <= _MOST_COUNTED else ():
-        for host, coordinate in zip(hosts, product(*map(range, step.source.mesh_shape)), strict=False):
-            for message in step.exchange(coordinate).receives if step.moving_axes else ():
-                pair = hosts[message.peer], host
-                if pair[0] != host:
-                    found[pair] = found.get(pair, 0) + message.numel * itemsize
-    return tuple((*pair, num_bytes) for pair, num_bytes in sorted(found.items()))
-
-
-def _between_bytes(steps: tuple[Step, ...], step: Step, coordinate: Coordinate, itemsize: int) -> int:
+def _between_bytes(steps: tuple[Step, ...], step: Step, rank: int, itemsize: int) -> int:
     """Bytes of tensors that are neither the source nor the target of the plan while a step runs.
 
     Flat pieces take none: they are reduced in place, inside the target.
     """
-    held = 0
-    for neighbour in (step.source if step is not steps[0] else None, step.target if step is not steps[-1] else None):
-        if neighbour is not None and not isinstance(neighbour, FlatPieces):
-            numel = 1
-            for length in neighbour.local_shape(coordinate):
-                numel *= length
-            held += numel * itemsize
-    return held
+    sides = (
+        (step.source, None if step is steps[0] else step.source_coordinate(rank)),
+        (step.target, None if step is steps[-1] else step.target_coordinate(rank)),
+    )
+    return sum(
+        prod(holding.local_shape(coordinate)) * itemsize
+        for holding, coordinate in sides
+        if coordinate is not None and not isinstance(holding, FlatPieces)
+    )

@@ -19,7 +19,7 @@ from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import Route
 from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Plan, Step, StepKind, moves_nothing
-from tritondt.sharding.coordinates import coordinate_at
+from tritondt.planning.traffic import elements_between_hosts
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 
@@ -86,12 +86,7 @@ def between_hosts(steps: Steps, hosts: Hosts) -> int:
     16
     """
     counted = range(0, len(hosts), -(-len(hosts) // _MOST_COUNTED))
-    found = 0
-    for step in steps:
-        for position in counted if step.moving_axes else ():
-            receives = step.exchange(coordinate_at(position, step.source.mesh_shape)).receives
-            found += sum(message.numel for message in receives if hosts[message.peer] != hosts[position])
-    return found * len(hosts) // len(counted)
+    return sum(elements_between_hosts(steps, hosts, counted).values()) * len(hosts) // len(counted)
 
 
 def least_between_hosts(source: Layout, target: Layout, hosts: Hosts) -> int | None:

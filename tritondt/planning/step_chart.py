@@ -2,57 +2,15 @@
 
 import importlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
+
+from tritondt.planning.step_report import StepReport
 
 _WIDTH = 0.26
 _BARS = (("sends", "#0b6e99"), ("receives", "#c4501b"), ("temporary", "#8a8a8a"))
 
 
-class Step(Protocol):
-    """The part of a step's report that is drawn."""
-
-    @property
-    def kind(self) -> str:
-        """Kind of the step."""
-        ...
-
-    @property
-    def source(self) -> str:
-        """Layout before."""
-        ...
-
-    @property
-    def target(self) -> str:
-        """Layout after."""
-        ...
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that the rank sends."""
-        ...
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes that it receives."""
-        ...
-
-    @property
-    def packed_bytes(self) -> int:
-        """Temporary bytes of what is packed."""
-        ...
-
-    @property
-    def staged_bytes(self) -> int:
-        """Temporary bytes of what arrives."""
-        ...
-
-    @property
-    def seconds(self) -> float:
-        """Predicted seconds."""
-        ...
-
-
-def step_chart(title: str, steps: Sequence[Step]) -> Any:
+def step_chart(title: str, steps: Sequence[StepReport]) -> Any:
     """Figure with three bars for each step: bytes sent, received and temporary."""
     try:
         figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 3.6), layout="constrained")

@@ -42,16 +42,23 @@ def blocks(
     return tuple(found)
 
 
-def step_blocks(
-    step: Step, coordinate: Coordinate, source_strides: Sequence[int] | None = None
+def rank_blocks(
+    step: Step, rank: int, source_strides: Sequence[int] | None = None
 ) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """Source and target blocks of a step; those of a gather describe its target as flat."""
-    if step.kind != "gather":
-        return blocks(step.source, coordinate, source_strides), blocks(step.target, coordinate)
-    assert isinstance(step.source, FlatPieces), f"a gather starts from flat pieces, not from {step.source}"
-    flat, whole = gathered_layouts(step.source, coordinate)
-    part = (step.source.part(coordinate),)
-    return blocks(flat, part), blocks(whole, part)
+    """Source and target blocks of a rank in a step; none on a side whose mesh it is not in.
+
+    Those of a gather describe its target as flat.
+    """
+    source, target = step.source_coordinate(rank), step.target_coordinate(rank)
+    if step.kind == "gather" and source is not None:
+        assert isinstance(step.source, FlatPieces), f"a gather starts from flat pieces, not from {step.source}"
+        flat, whole = gathered_layouts(step.source, source)
+        part = (step.source.part(source),)
+        return blocks(flat, part), blocks(whole, part)
+    return (
+        () if source is None else blocks(step.source, source, source_strides),
+        () if target is None else blocks(step.target, target),
+    )
 
 
 def message_block(part: Region, offset: int = 0) -> Block:

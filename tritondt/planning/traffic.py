@@ -1,17 +1,83 @@
-"""Bytes between all pairs of ranks in a redistribution, counted rank by rank from its plan."""
+"""Bytes that move in a redistribution: from which rank to which, how many, counted here for everybody who asks.
 
+There are three answers, the dearest first. All messages are listed for pictures and links of small worlds. What each
+rank sends and receives is counted without: who serves whom is a product over the dims and over the axes that cut none,
+so that 65,536 ranks take seconds. What the busiest rank does is estimated in closed form, for prices.
+"""
+
+from abc import ABC, abstractmethod
+from array import array
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
+from math import prod
 
 from tritondt.errors import LayoutError
-from tritondt.planning.plan import Plan
+from tritondt.planning.between_hosts import Hosts, HostStep
+from tritondt.planning.exchange import Route
+from tritondt.planning.flat_pieces import FlatPieces
+from tritondt.planning.plan import Plan, Step, common_cuts
 from tritondt.planning.spread import Spread
-from tritondt.planning.totals import RankTotals
+from tritondt.sharding import intervals as regions
+from tritondt.sharding.coordinates import coordinate_at
+from tritondt.sharding.cut import ChunkCut
+from tritondt.sharding.intervals import Intervals, Region
+from tritondt.sharding.layout import Coordinate, Layout
+from tritondt.sharding.placement import Replicate
+from tritondt.sharding.strides import dense_strides
 
-# Counting them takes 20 s where one of 65,536 ranks sends to all the others.
+# Listing them takes 20 s where one of 65,536 ranks sends to all the others.
 MOST_MESSAGES = 200_000
+# Pairs of a sender's and a receiver's part that are listed, at some 3 us each.
+MOST_PAIRS = 5_000_000
+# Pairs that a flat piece of a box counts for of which a sender holds a part.
+_PIECE_PAIRS = 2
+# (distance in position, elements) of some ranks, two int64 for each.
+Pairs = bytes
+
+
+@dataclass(frozen=True)
+class RankTotals:
+    """Bytes sent, bytes received and messages sent of every rank, by its position in the mesh."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    messages: tuple[int, ...]
+
+    @property
+    def spreads(self) -> dict[str, Spread]:
+        """Spreads of bytes sent, bytes received and messages sent."""
+        values = {"sent bytes": self.sent, "received bytes": self.received, "messages": self.messages}
+        return {name: Spread.of(each) for name, each in values.items()}
+
+
+def rank_totals(plan: Plan, itemsize: int) -> RankTotals:
+    """Totals of all steps of a plan whose messages hold elements of `itemsize` bytes.
+
+    Raises LayoutError where too many pairs of parts would have to be listed.
+
+    >>> from tritondt.planning.cost import CostTable
+    >>> from tritondt.planning.planner import make_plan
+    >>> from tritondt.sharding.placement import parse_placements
+    >>> source, target = (Layout((2,), parse_placements(text), (5, 2)) for text in ("S0", "R"))
+    >>> rank_totals(make_plan(source, target, 4, CostTable()), 4)
+    RankTotals(sent=(24, 16), received=(16, 24), messages=(1, 1))
+    """
+    num_ranks = plan.source.num_ranks
+    sent, received, messages = ([0] * num_ranks for _ in range(3))
+    for step in plan.steps:
+        if not step.moving_axes:
+            continue
+        traffic = step_traffic(step)
+        for rank, coordinate in enumerate(plan.source.coordinates()):
+            kept = traffic.kept(coordinate)
+            num_receivers, numel = traffic.counts(traffic.served(coordinate))
+            sent[rank] += (numel - kept) * itemsize
+            received[rank] += (traffic.arriving(coordinate) - kept) * itemsize
+            messages[rank] += num_receivers - (kept > 0)
+    return RankTotals(tuple(sent), tuple(received), tuple(messages))
 
 
 @dataclass(frozen=True)
@@ -64,7 +130,6 @@ def rank_traffic(plan: Plan, itemsize: int) -> RankTraffic:
 
     >>> from tritondt.planning.cost import CostTable
     >>> from tritondt.planning.planner import make_plan
-    >>> from tritondt.sharding.layout import Layout
     >>> from tritondt.sharding.placement import parse_placements
     >>> source, target = (Layout((2,), parse_placements(text), (5, 2)) for text in ("S0", "R"))
     >>> rank_traffic(make_plan(source, target, 4, CostTable()), 4).links
@@ -87,3 +152,303 @@ def rank_traffic(plan: Plan, itemsize: int) -> RankTraffic:
             for message in sends:
                 links[rank, message.peer] += message.numel * itemsize
     return RankTraffic(plan.source.num_ranks, dict(links), tuple(messages))
+
+
+def elements_between_hosts(steps: Iterable[Step], hosts: Hosts, ranks: Iterable[int]) -> dict[tuple[int, int], int]:
+    """Elements that some ranks receive from other hosts in all of some steps, by sending and receiving host.
+
+    `hosts` has the number of the host of each position in the mesh, and `ranks` are such positions.
+
+    >>> from tritondt.sharding.placement import parse_placements
+    >>> source, target = (Layout((4,), parse_placements(text), (8,)) for text in ("S0", "R"))
+    >>> elements_between_hosts([Step("exchange", source, target)], (0, 0, 1, 1), [0, 2])
+    {(1, 0): 4, (0, 1): 4}
+    """
+    found: dict[tuple[int, int], int] = defaultdict(int)
+    moving = [step for step in steps if step.moving_axes]
+    for rank in ranks if hosts else ():
+        for step in moving:
+            for message in step.exchange(coordinate_at(rank, step.source.mesh_shape)).receives:
+                if hosts[message.peer] != hosts[rank]:
+                    found[hosts[message.peer], hosts[rank]] += message.numel
+    return dict(found)
+
+
+class StepTraffic(ABC):
+    """Elements that the ranks of a step send, keep and receive, without a list of the messages."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._num_pairs = 0
+        self._counts: dict[Pairs, tuple[int, int]] = {}
+
+    @abstractmethod
+    def served(self, coordinate: Coordinate) -> tuple[Pairs, ...]:
+        """Ranks that a coordinate sends to, itself too, with the elements for each; () where there are none.
+
+        They are all choices of one pair of each factor: at the sum of the distances, with the product of the elements.
+        Senders of equal ones send alike.
+        """
+
+    @abstractmethod
+    def kept(self, coordinate: Coordinate) -> int:
+        """Elements that a coordinate sends to itself."""
+
+    @abstractmethod
+    def arriving(self, coordinate: Coordinate) -> int:
+        """Elements that reach a coordinate from all ranks, itself too."""
+
+    def counts(self, factors: tuple[Pairs, ...]) -> tuple[int, int]:
+        """Number of ranks of a product, and of all their elements; each factor is added up once."""
+        number = numel = 1 if factors else 0
+        for factor in factors:
+            found = self._counts.get(factor)
+            if found is None:
+                pairs = array("q", factor)
+                found = self._counts[factor] = len(pairs) // 2, sum(pairs[1::2])
+            number, numel = number * found[0], numel * found[1]
+        return number, numel
+
+    def count_pairs(self, num_pairs: int) -> None:
+        """Counts pairs that are listed, and refuses too many."""
+        self._num_pairs += num_pairs
+        if self._num_pairs > MOST_PAIRS:
+            layout = self._step.target_layout
+            raise LayoutError(
+                f"{self._step} of {layout.shape} on {layout.num_ranks:,} ranks has more than {MOST_PAIRS:,} different "
+                "pairs of parts, too many to be counted among all ranks; explain one rank"
+            )
+
+
+def step_traffic(step: Step) -> StepTraffic:
+    """Counts of a step on one mesh, whatever its kind."""
+    if isinstance(step, HostStep):
+        return _HostTraffic(step)
+    if isinstance(step.source, FlatPieces):
+        return _GatherTraffic(step, step.source)
+    return _PieceTraffic(step, step.target) if isinstance(step.target, FlatPieces) else _RouteTraffic(step)
+
+
+class _HostTraffic(StepTraffic):
+    """A step that knows hosts: the messages of each rank are listed, and nothing that it keeps."""
+
+    def served(self, coordinate: Coordinate) -> tuple[Pairs, ...]:
+        sends = self._step.exchange(coordinate).sends
+        pairs = array("q", (number for message in sends for number in (message.peer, message.numel)))
+        return (pairs.tobytes(),) if pairs else ()
+
+    def kept(self, coordinate: Coordinate) -> int:
+        return 0
+
+    def arriving(self, coordinate: Coordinate) -> int:
+        return sum(message.numel for message in self._step.exchange(coordinate).receives)
+
+
+class _Holders:
+    """Coordinates of a layout that hold any of a region, as a product; each of its factors is listed once."""
+
+    def __init__(self, layout: Layout, traffic: StepTraffic) -> None:
+        self._layout, self._traffic = layout, traffic
+        cutting = {axis for axes in layout.axes_of_dim for axis in axes}
+        self._idle = [axis for axis in range(len(layout.mesh_shape)) if axis not in cutting]
+        self._strides = dense_strides(layout.mesh_shape)
+        self._found: dict[tuple[int, Intervals, tuple[int | None, ...]], Pairs] = {}
+        self._along: dict[tuple[int | None, ...], Pairs] = {}
+
+    def of(self, wanted: Region, pinned: Mapping[int, int]) -> tuple[Pairs, ...]:
+        """As `Layout.holders` would list them."""
+        parts = tuple(self._parts(dim, intervals, pinned) for dim, intervals in enumerate(wanted))
+        return (*parts, self._copies(tuple(pinned.get(axis) for axis in self._idle))) if all(parts) else ()
+
+    def _parts(self, dim: int, wanted: Intervals, pinned: Mapping[int, int]) -> Pairs:
+        key = dim, wanted, tuple(pinned.get(axis) for axis in self._layout.axes_of_dim[dim])
+        found = self._found.get(key)
+        if found is None:
+            parts = array("q")
+            for indices, common in self._layout.dim_holders(dim, wanted, pinned):
+                parts.extend((sum(self._strides[axis] * index for axis, index in indices), regions.total(common)))
+            self._traffic.count_pairs(len(parts) // 2)
+            found = self._found[key] = parts.tobytes()
+        return found
+
+    def _copies(self, indices: tuple[int | None, ...]) -> Pairs:
+        """Coordinates along the axes that cut nothing, at the given indices and at all of the others."""
+        found = self._along.get(indices)
+        if found is None:
+            found = self._along[indices] = _places(self._layout, dict(zip(self._idle, indices, strict=True)), 1)
+        return found
+
+
+class _RouteTraffic(StepTraffic):
+    """An exchange between boxes, or a reduction into boxes."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step)
+        self._route = step.route
+        self._servers, self._receivers = (
+            _Holders(layout, self) for layout in (self._route.source_layout, self._route.target_layout)
+        )
+        self._last: tuple[Coordinate, tuple[Region, dict[int, int] | None]] | None = None
+
+    def served(self, coordinate: Coordinate) -> tuple[Pairs, ...]:
+        own, pinned = self._held(coordinate)
+        return () if pinned is None else self._served(own, pinned)
+
+    def _held(self, coordinate: Coordinate) -> tuple[Region, dict[int, int] | None]:
+        """Region of a sender and indices of its receivers, found once for its two questions."""
+        if self._last is None or self._last[0] != coordinate:
+            route = self._route
+            self._last = coordinate, (route.source_layout.region(coordinate), route.receiving_indices(coordinate))
+        return self._last[1]
+
+    def _served(self, own: Region, pinned: Mapping[int, int]) -> tuple[Pairs, ...]:
+        return self._receivers.of(own, pinned)
+
+    def kept(self, coordinate: Coordinate) -> int:
+        own, pinned = self._held(coordinate)
+        if pinned is None or any(coordinate[axis] != index for axis, index in pinned.items()):
+            return 0
+        return sum(_common(own, wanted) for wanted in self._route.target.regions(coordinate))
+
+    def arriving(self, coordinate: Coordinate) -> int:
+        if self._route.takes_nothing(coordinate):
+            return 0
+        serving = self._route.serving_indices(coordinate)
+        wanted = self._route.target.regions(coordinate)
+        return sum(self.counts(self._servers.of(each, serving))[1] for each in wanted)
+
+
+class _PieceTraffic(_RouteTraffic):
+    """A reduction into flat pieces of boxes, which senders hold whole or in part."""
+
+    def __init__(self, step: Step, pieces: FlatPieces) -> None:
+        super().__init__(step)
+        self._pieces = pieces
+        self._found: dict[tuple[Region, tuple[tuple[int, int], ...]], tuple[Pairs, ...]] = {}
+
+    def _served(self, own: Region, pinned: Mapping[int, int]) -> tuple[Pairs, ...]:
+        key = own, tuple(sorted(pinned.items()))
+        if key not in self._found:
+            pairs = array("q", self._listed(own, pinned))
+            self._found[key] = (pairs.tobytes(),) if pairs else ()
+        return self._found[key]
+
+    def _listed(self, own: Region, pinned: Mapping[int, int]) -> Iterator[int]:
+        pieces = self._pieces
+        for box, common in pieces.layout.holders(own, {**dict.fromkeys(pieces.axes, 0), **pinned}):
+            is_whole, size = common == pieces.layout.region(box), regions.numel(common)
+            self.count_pairs(pieces.parts if is_whole else _PIECE_PAIRS * pieces.parts)
+            cut = ChunkCut(pieces.parts, size)
+            for part in range(pieces.parts):
+                holder = pieces.coordinate_of_part(box, part)
+                if any(holder[axis] != index for axis, index in pinned.items()):
+                    continue
+                if is_whole:
+                    start, stop = cut.bounds(size, part)
+                    numel = stop - start
+                else:
+                    numel = sum(_common(common, wanted) for wanted in pieces.regions(holder))
+                if numel:
+                    yield from (pieces.layout.position(holder), numel)
+
+
+class _GatherTraffic(StepTraffic):
+    """A gather: a rank sends its flat piece to all that share the box, and receives theirs."""
+
+    def __init__(self, step: Step, pieces: FlatPieces) -> None:
+        super().__init__(step)
+        self._pieces = pieces
+        self._found: dict[tuple[Coordinate, int], tuple[Pairs, ...]] = {}
+
+    def served(self, coordinate: Coordinate) -> tuple[Pairs, ...]:
+        numel = self.kept(coordinate)
+        if not numel:
+            return ()
+        key = self._pieces.coordinate_of_part(coordinate, 0), numel
+        if key not in self._found:
+            shared = {axis: None if axis in self._pieces.axes else index for axis, index in enumerate(coordinate)}
+            self._found[key] = (_places(self._pieces.layout, shared, numel),)
+        return self._found[key]
+
+    def kept(self, coordinate: Coordinate) -> int:
+        start, stop = self._pieces.bounds(coordinate)
+        return stop - start
+
+    def arriving(self, coordinate: Coordinate) -> int:
+        return prod(self._pieces.layout.local_shape(coordinate))
+
+
+def _places(layout: Layout, indices: Mapping[int, int | None], numel: int) -> Pairs:
+    """Coordinates at the given indices, at all of an axis where that is None, with `numel` elements each."""
+    choices = []
+    for axis, stride in enumerate(dense_strides(layout.mesh_shape)):
+        index = indices.get(axis, 0)
+        choices.append([place * stride for place in (range(layout.mesh_shape[axis]) if index is None else [index])])
+    return array("q", (number for each in product(*choices) for number in (sum(each), numel))).tobytes()
+
+
+def _common(one: Region, other: Region) -> int:
+    found = regions.intersect(one, other)
+    return 0 if found is None else regions.numel(found)
+
+
+def estimated_elements(step: Step) -> float:
+    """Elements that the busiest rank receives, as a real number so that equal forms compare equal; no rank is counted.
+
+    Exact where all pieces are equal.
+    """
+    if isinstance(step.source, FlatPieces):
+        return step.source.layout.max_local_numel * (1 - 1 / step.source.parts)
+    wanted = step.target_layout.max_local_numel / (step.target.parts if isinstance(step.target, FlatPieces) else 1)
+    return wanted * (step.route.contributions - _own_fraction(step.route))
+
+
+def _own_fraction(route: Route) -> float:
+    """Least fraction of a target region of which the receiving rank holds a term."""
+    fraction = 1.0
+    for source_parts, target_parts in _parts_of_dims(route):
+        if source_parts > 1 and target_parts > 1:
+            return 0.0
+        fraction /= source_parts
+    return fraction
+
+
+def estimated_peers(step: Step) -> int:
+    """Ranks that the busiest rank talks to: its servers or its receivers, whichever are more; no rank is counted."""
+    if isinstance(step.source, FlatPieces):
+        return step.source.parts - 1
+    route = step.route
+    sizes = route.source_layout.mesh_shape
+    servers = receivers = prod(sizes[axis] for axis in route.reduced_axes)
+    pieces = step.target.axes if isinstance(step.target, FlatPieces) else ()
+    fixed = {*route.replica_axes, *route.kept_axes, *route.reduced_axes}
+    for source_parts, target_parts in _parts_of_dims(route):
+        servers *= _overlapping(source_parts, target_parts)
+        receivers *= _overlapping(target_parts, source_parts)
+    if not pieces:  # along a reduced axis that the target cuts, the cut has counted its pieces already
+        receivers //= prod(sizes[axis] for axis in route.reduced_axes)
+        fixed -= set(route.reduced_axes)
+    for axis in route.target_layout.axes_where(Replicate):
+        if axis not in fixed:
+            receivers *= sizes[axis]
+    own = 1 if _own_fraction(route) > 0 else 0
+    return max(servers, receivers) - own
+
+
+def _parts_of_dims(route: Route) -> Iterator[tuple[int, int]]:
+    """Per dim, numbers of parts into which source and target cut the interval that they do not cut alike."""
+    source, target = route.source_layout, route.target_layout
+    for dim, (source_axes, target_axes) in enumerate(zip(source.axes_of_dim, target.axes_of_dim, strict=True)):
+        common = len(common_cuts(source, target, dim))
+        moving = [axis for axis in source_axes[common:] if axis not in route.kept_axes]
+        yield (
+            prod(source.mesh_shape[axis] for axis in moving),
+            prod(target.mesh_shape[axis] for axis in target_axes[common:]),
+        )
+
+
+def _overlapping(parts: int, others: int) -> int:
+    """Greatest number of `parts` equal pieces of an interval that meet one of `others` equal pieces."""
+    if others % parts == 0 or parts % others == 0:
+        return max(1, parts // others)
+    return min(parts, -(-parts // others) + 1)

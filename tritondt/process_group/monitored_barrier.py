@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from tritondt.comm.store import presence
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.notices import Failed
+from tritondt.comm.store.polling import await_others
 from tritondt.errors import PeerError
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LOOK_S = 0.001, 0.1, 0.5
 # How much longer others wait for the one that names who is late.
 _GRACE_S = 5.0
 
@@ -48,38 +48,33 @@ class MonitoredBarrier:
 
     def _late(self, number: int, timeout_s: float, *, names_all: bool) -> PeerError | None:
         """The error that names those who have not come in time, or have ended."""
-        missing = list(range(1, len(self._ranks)))
-        started, pause, next_look = time.monotonic(), _FIRST_PAUSE_S, _LOOK_S
-        while missing := [each for each in missing if not self._has(f"{number}/{each}", timeout_s)]:
-            waited_s = time.monotonic() - started
+        missing, gone = list(range(1, len(self._ranks))), list[Failed]()
+
+        def have_come() -> bool:
+            missing[:] = [each for each in missing if not self._has(f"{number}/{each}", timeout_s)]
+            return not missing or bool(gone)
+
+        def look() -> None:
+            gone.extend(filter(None, [self._client.call(lambda _: self._absent(missing))]))
+
+        if not await_others(have_come, time.monotonic() + timeout_s, look):
             named = [self._ranks[each] for each in (missing if names_all else missing[:1])]
-            if waited_s >= next_look:
-                next_look = waited_s + _LOOK_S
-                gone = self._client.call(lambda _: self._absent(missing))
-                if gone is not None:
-                    return PeerError(
-                        f"rank {self._ranks[gone.rank]} does not come to a monitored barrier: {gone.error}"
-                    )
-            if waited_s > timeout_s:
-                return PeerError(
-                    f"rank {self._ranks[0]} waited {timeout_s:g} s for {'ranks' if names_all else 'rank'} "
-                    f"{named if names_all else named[0]} in a monitored barrier"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-        return None
+            return PeerError(
+                f"rank {self._ranks[0]} waited {timeout_s:g} s for {'ranks' if names_all else 'rank'} "
+                f"{named if names_all else named[0]} in a monitored barrier"
+            )
+        if not missing:
+            return None
+        return PeerError(f"rank {self._ranks[gone[0].rank]} does not come to a monitored barrier: {gone[0].error}")
 
     def _hear(self, number: int, timeout_s: float) -> None:
         """Returns when the first rank says that all have come; raises what it says else."""
-        started, pause = time.monotonic(), _FIRST_PAUSE_S
-        while not self._has(f"{number}/said", timeout_s):
-            if time.monotonic() - started > timeout_s + _GRACE_S:
-                raise PeerError(
-                    f"rank {self._ranks[self._own]} waited {timeout_s + _GRACE_S:g} s for rank {self._ranks[0]} in a "
-                    "monitored barrier"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        deadline = time.monotonic() + timeout_s + _GRACE_S
+        if not await_others(lambda: self._has(f"{number}/said", timeout_s), deadline):
+            raise PeerError(
+                f"rank {self._ranks[self._own]} waited {timeout_s + _GRACE_S:g} s for rank {self._ranks[0]} in a "
+                "monitored barrier"
+            )
         said = json.loads(self._client.call(lambda store: store.get(f"{number}/said"), timeout_s))
         if said is not None:
             raise PeerError(said)

@@ -2,40 +2,65 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
 
 from tritondt import identity
 from tritondt.comm import world
-from tritondt.comm.communicator import Communicator
+from tritondt.comm.communicator import Communicator, Role
 from tritondt.comm.packing.wire_dtype import is_scaled, narrower
-from tritondt.errors import LocalTensorError, MeshError
+from tritondt.errors import LayoutError, LocalTensorError, MeshError
 from tritondt.errors.arguments import checked
 from tritondt.kernels.boxes import SCALE_BYTES
+from tritondt.planning.across import make_plan_across
 from tritondt.planning.alignment import DENSE, NCCL_ALIGNMENT
 from tritondt.planning.between_hosts import Hosts
 from tritondt.planning.collectives import group_of
 from tritondt.planning.cost import CostTable, step_cost
-from tritondt.planning.exchange import renumber_peers
-from tritondt.planning.explain import Explanation, explain_layouts
-from tritondt.planning.explain_across import explain_plan_across
+from tritondt.planning.exchange import with_peers
+from tritondt.planning.explain import Explanation, explain_plan
 from tritondt.planning.fingerprint import exchange_fingerprint
-from tritondt.planning.plan import Plan, Step
+from tritondt.planning.plan import MAX_COUNTED, Plan, Step
 from tritondt.planning.planner import is_near, make_plan
 from tritondt.planning.step_report import WireSize
-from tritondt.planning.storage import step_blocks
-from tritondt.redistribution.across import check_dtypes, compiled_across, is_one_grid, plan_across
+from tritondt.planning.storage import rank_blocks
+from tritondt.planning.traffic import step_traffic
 from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep, Side, Start, compiled_step, step_text
-from tritondt.sharding import intervals as regions
-from tritondt.sharding.layout import Coordinate, Layout
+from tritondt.sharding.coordinates import ranks_text
 from tritondt.sharding.placement import Partial, Placement
 from tritondt.sharding.spec import DTensorSpec, target_spec
 
-_MAX_COUNTED = 1024
 # Functions that are told of every plan when it is compiled, with what it was compiled for.
 on_compiled: list[Callable[[DTensorSpec, DTensorSpec, torch.dtype | None, CompiledPlan], object]] = []
+
+
+def is_one_grid(source: DTensorSpec, target: DTensorSpec) -> bool:
+    """Whether two specs are on the same ranks in the same grid, whatever the names of its axes."""
+    before, after = source.mesh, target.mesh
+    if before is after:
+        return True
+    return (before.ranks, before.shape, before.device_type) == (after.ranks, after.shape, after.device_type)
+
+
+def check_dtypes(source: DTensorSpec, target: DTensorSpec) -> None:
+    """Refuses specs of different dtypes."""
+    if source.dtype is not target.dtype:
+        raise LayoutError(f"cannot go from {source} to {target}: the dtypes differ; convert the local tensor first")
+
+
+def plan_across(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None = None) -> Plan:
+    """Plan of a pair of specs on two meshes, equal on every rank; `wire_dtype` is None or a narrower dtype."""
+    if source.mesh.device_type != target.mesh.device_type:
+        raise MeshError(
+            f"cannot go from {source.mesh} to {target.mesh}: the one is of {source.mesh.device_type}, the other of "
+            f"{target.mesh.device_type}; both must be of one type: move the local tensor to the other device first"
+        )
+    check_dtypes(source, target)
+    itemsize = (source.dtype if wire_dtype is None else wire_dtype).itemsize
+    costs = world.current().costs_for(source.mesh.device_type)
+    return make_plan_across(source.layout, source.mesh.ranks, target.layout, target.mesh.ranks, itemsize, costs)
 
 
 def plan_for(
@@ -91,12 +116,24 @@ def exchanging_ranks(
 
     Exchanges of fewer ranks run on their communicator inside that of all.
     """
+    _, whole, carriers = _carried(source, target, None, in_messages=in_messages)
+    return whole, tuple(filter(None, carriers))
+
+
+def _carried(
+    source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None, *, in_messages: bool
+) -> tuple[Plan, tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Plan of a pair of specs, ranks of the communicator in whose order it runs, and ranks that exchange in each step.
+
+    The order is that of the widest of its exchanges. Between two meshes all exchanges are among the ranks of both.
+    """
     if is_one_grid(source, target):
-        plan = plan_for(source, target, in_messages=in_messages)
-        carriers = _carriers(plan, source, _hosts_of(source, None))
-        return _carrying_ranks(plan, source, carriers), tuple(filter(None, carriers))
-    ranks = tuple(sorted({*source.mesh.ranks, *target.mesh.ranks}))
-    return ranks, (ranks,) * sum(bool(step.moving_axes) for step in plan_across(source, target).steps)
+        plan = plan_for(source, target, wire_dtype, in_messages=in_messages)
+        carriers = _carriers(plan, source, _hosts_of(source, wire_dtype))
+        return plan, max(carriers, key=len, default=()) or tuple(sorted(source.mesh.ranks)), carriers
+    plan = plan_across(source, target, wire_dtype)
+    whole = tuple(plan.ranks)
+    return plan, whole, tuple(whole if step.moving_axes else () for step in plan.steps)
 
 
 def _carriers(plan: Plan, spec: DTensorSpec, hosts: Hosts) -> tuple[tuple[int, ...], ...]:
@@ -111,11 +148,6 @@ def _carriers(plan: Plan, spec: DTensorSpec, hosts: Hosts) -> tuple[tuple[int, .
         places = group_of(spec.mesh.shape, collective.axes, coordinate)
         whole = tuple(sorted(spec.mesh.ranks[place] for place in places))
     return tuple(whole if step.moving_axes else () for step in plan.steps)
-
-
-def _carrying_ranks(plan: Plan, spec: DTensorSpec, carriers: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Ranks of the communicator in whose order a plan runs: of the widest of its exchanges."""
-    return max(carriers, key=len, default=()) or tuple(sorted(spec.mesh.ranks))
 
 
 def carrier(ranks: tuple[int, ...], whole: tuple[int, ...], device_type: str) -> Communicator:
@@ -167,23 +199,20 @@ def explain(
         target = target_spec(source, tuple(target), None if order is None else tuple(order))
     wire = narrower(source.dtype, wire_dtype)
     costs, itemsize = _costs_of(source), source.dtype.itemsize
-    scale_bytes = SCALE_BYTES if wire is not None and is_scaled(wire) else 0
-    if not is_one_grid(source, target):
-        wire_size = None if wire is None else WireSize(itemsize, wire.itemsize, scale_bytes)
-        plan = plan_across(source, target, wire)
-        return explain_plan_across(plan, source.mesh.identity.rank, itemsize, costs, wire_size)
-    plan_for(source, target, wire)
-    return explain_layouts(
-        source.layout,
-        target.layout,
+    if is_one_grid(source, target):
+        plan, hosts = plan_for(source, target, wire), _hosts_of(source, wire)
+        rank = 0 if source.coordinate is None else source.layout.position(source.coordinate)
+    else:
+        plan, rank, hosts = plan_across(source, target, wire), source.mesh.identity.rank, ()
+    return explain_plan(
+        plan,
+        rank,
         itemsize,
-        costs,
-        source.coordinate,
-        wire_itemsize=None if wire is None else wire.itemsize,
-        scale_bytes=scale_bytes,
+        costs if wire is None else costs.for_wire(),
+        None if wire is None else WireSize(itemsize, wire.itemsize, SCALE_BYTES if is_scaled(wire) else 0),
         alignment=NCCL_ALIGNMENT if source.mesh.device_type == "cuda" else DENSE,
         dtype=_collected_dtype(source, wire),
-        hosts=_hosts_of(source, wire),
+        hosts=hosts,
     )
 
 
@@ -201,20 +230,15 @@ def _spec_of(tensor: torch.Tensor) -> DTensorSpec:
 def received_bytes(source: DTensorSpec, target: DTensorSpec) -> int:
     """Most bytes that any rank receives when a tensor goes from `source` to `target`; equal on every rank.
 
-    Counted rank by rank on meshes of up to 1,024 ranks where nothing is reduced, else the planner's upper bound.
+    Counted rank by rank on meshes of up to 1,024 ranks where nothing is reduced, as by one exchange; else estimated.
     """
     itemsize = source.dtype.itemsize
-    if source.layout.num_ranks <= _MAX_COUNTED and not source.layout.axes_where(Partial):
-        return max(map(partial(_lacking, source.layout, target.layout), target.layout.coordinates())) * itemsize
+    if source.layout.num_ranks <= MAX_COUNTED and not source.layout.axes_where(Partial):
+        traffic = step_traffic(Step("exchange", source.layout, target.layout))
+        coordinates = target.layout.coordinates()
+        return max(traffic.arriving(each) - traffic.kept(each) for each in coordinates) * itemsize
     plan, costs = plan_for(source, target), _costs_of(source)
     return round(sum(step_cost(step, itemsize, costs).received_elements for step in plan.steps) * itemsize)
-
-
-def _lacking(source: Layout, target: Layout, coordinate: Coordinate) -> int:
-    """Number of elements of its region under `target` that a coordinate does not hold under `source`."""
-    wanted = target.region(coordinate)
-    held = regions.intersect(source.region(coordinate), wanted)
-    return regions.numel(wanted) - (0 if held is None else regions.numel(held))
 
 
 @lru_cache(maxsize=4096)
@@ -231,33 +255,27 @@ def compile_plan(
     `wire_dtype` is what messages hold, narrower than the tensor's dtype, or None for that. `in_messages` is for who
     makes other messages of these, and takes no collectives.
     """
-    start = Start(strides, device, wire_dtype)
-    if is_one_grid(source, target):
-        made = _compiled_within(source, target, start, in_messages=in_messages)
-    else:
-        made = compiled_across(source, target, start)
-    for hook in on_compiled:
-        hook(source, target, wire_dtype, made)
-    return made
-
-
-def _compiled_within(source: DTensorSpec, target: DTensorSpec, first: Start, *, in_messages: bool) -> CompiledPlan:
-    """Compiled plan on one mesh."""
-    plan = plan_for(source, target, first.wire_dtype, in_messages=in_messages)
-    carriers = _carriers(plan, source, _hosts_of(source, first.wire_dtype))
-    ranks, communicator = _carrying_ranks(plan, source, carriers), None
+    plan, whole, carriers = _carried(source, target, wire_dtype, in_messages=in_messages)
+    communicator, device_type = None, source.mesh.device_type
     if any(carriers):
-        communicator = world.current().communicator(ranks, source.mesh.device_type)
+        communicator = world.current().communicator(whole, device_type)
+    first = Start(strides, device, wire_dtype)
     starts = (first._replace(strides=None) if number else first for number in range(len(plan.steps)))
     steps = tuple(
-        _compiled_step(step, number, plan, source, start, carrier(own, ranks, source.mesh.device_type) if own else None)
+        _compiled_step(step, number, plan, source, start, carrier(own, whole, device_type) if own else None)
         for number, (step, start, own) in enumerate(zip(plan.steps, starts, carriers, strict=True), 1)
     )
     if communicator is not None:
         exchanged = [step for step in steps if step.communicator is communicator]
         communicator.prepare([step.transfer for step in exchanged if step.transfer is not None])
     last = max((place for place, step in enumerate(plan.steps) if step.kind != "gather"), default=0)
-    return CompiledPlan(steps, communicator, last, f"{source.layout} -> {target.layout} of {source.shape}")
+    sides = (
+        f"{spec.layout}" if plan.source_ranks is None else f"{spec.layout} of {spec.mesh}" for spec in (source, target)
+    )
+    made = CompiledPlan(steps, communicator, last, f"{' -> '.join(sides)} of {source.shape}")
+    for hook in on_compiled:
+        hook(source, target, wire_dtype, made)
+    return made
 
 
 def _compiled_step(
@@ -268,45 +286,60 @@ def _compiled_step(
     start: Start,
     communicator: Communicator | None,
 ) -> CompiledStep:
-    coordinate = spec.coordinate
-    assert coordinate is not None, f"{spec} is compiled on a rank outside its mesh"
+    rank = spec.mesh.identity.rank if plan.source_ranks is not None else _own_position(spec)
     if step.kind == "scale":
-        return CompiledStep(step, None, None, None, step.local_shape(coordinate), None, None)
-    found, moves = step.exchange(coordinate), bool(step.moving_axes)
-    if start.wire_dtype is not None and not (moves and _sends(step)):
+        return CompiledStep(step, None, None, None, step.local_shape(plan.coordinate(rank)), None, None)
+    found = step.exchange_of(rank)
+    if start.wire_dtype is not None and not (step.moving_axes and _sends(step)):
         start = start._replace(wire_dtype=None)
     if step.kind == "gather" and start.wire_dtype is None:
         found = replace(found, keeps=())  # what this rank reduced lies in the target already
-    source_blocks, target_blocks = step_blocks(step, coordinate, start.strides)
+    if plan.source_ranks is None:
+        found = with_peers(found, spec.mesh.ranks)
+    if communicator is not None:
+        found = with_peers(found, {peer: place for place, peer in enumerate(sorted(communicator.ranks))})
+    description = step_text(step, number, len(plan.steps), spec.shape, start, spec.dtype)
+    if plan.source_ranks is not None and plan.target_ranks is not None:
+        description += f" from ranks {ranks_text(plan.source_ranks)} to {ranks_text(plan.target_ranks)}"
     return compiled_step(
         step,
-        Side(
-            renumber_peers(found, spec.mesh.ranks, None if communicator is None else communicator.ranks),
-            source_blocks,
-            target_blocks,
-            coordinate,
-            step.fill_op,
-        ),
+        Side(found, *rank_blocks(step, rank, start.strides), step.target_coordinate(rank), step.fill_op_of(rank)),
         start,
         spec.dtype,
         _fingerprint(plan, number, spec, start.wire_dtype),
-        step_text(step, number, len(plan.steps), spec.shape, start, spec.dtype),
+        description,
         communicator,
+        role=_role(plan, rank),
     )
 
 
+def _own_position(spec: DTensorSpec) -> int:
+    """Position of this rank in the mesh of a spec."""
+    assert spec.coordinate is not None, f"{spec} is compiled on a rank outside its mesh"
+    return spec.layout.position(spec.coordinate)
+
+
 def _sends(step: Step) -> bool:
-    """Whether any rank sends anything in a step, found rank by rank; taken for granted on meshes of over 1,024."""
-    layout = step.target_layout
-    return layout.num_ranks > _MAX_COUNTED or any(step.exchange(it).receives for it in layout.coordinates())
+    """Whether any rank sends anything in a step, found rank by rank; taken for granted on over 1,024 ranks."""
+    return len(step.ranks) > MAX_COUNTED or any(step.received_elements)
 
 
 def _fingerprint(plan: Plan, number: int, spec: DTensorSpec, wire_dtype: torch.dtype | None) -> int:
+    if plan.source_ranks is not None:
+        sides = f"{plan.source!r} at {plan.source_ranks} {plan.target!r} at {plan.target_ranks}"
+        return exchange_fingerprint(f"{sides} {number} {spec.dtype} {wire_dtype}")
     text = f"{plan.source!r} {plan.target!r} {number} {spec.dtype} {wire_dtype} {spec.mesh.shape} {spec.mesh.ranks}"
     collective = plan.steps[number - 1].collective
-    if collective is not None:
-        text = f"{text} {collective.name}"
-    return exchange_fingerprint(text)
+    return exchange_fingerprint(text if collective is None else f"{text} {collective.name}")
+
+
+def _role(plan: Plan, rank: int) -> Role:
+    """The role of a rank between meshes: it is in the mesh that sends, in the one that receives, or in both."""
+    if plan.source_ranks is None or plan.target_ranks is None:
+        return ""
+    if rank not in plan.target_ranks:
+        return "source"
+    return "both" if rank in plan.source_ranks else "target"
 
 
 identity.on_end(compile_plan.cache_clear)

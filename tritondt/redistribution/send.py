@@ -6,30 +6,21 @@ The exchange goes between two meshes, that of the senders and the target's, and 
 import time
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 from tritondt import events, identity
 from tritondt.comm import world
-from tritondt.comm.communicator import Transfer
 from tritondt.errors import LocalTensorError
 from tritondt.kernels.memory import allocate
-from tritondt.planning.exchange import Route, exchange_across, renumber_peers
+from tritondt.planning.exchange import with_peers
 from tritondt.planning.fingerprint import exchange_fingerprint
-from tritondt.planning.storage import blocks
-from tritondt.redistribution.compiled_step import identity_element
+from tritondt.planning.plan import Step
+from tritondt.planning.storage import rank_blocks
+from tritondt.redistribution.compiled_step import CompiledStep, Side, Start, compiled_step
 from tritondt.redistribution.run import check_address
 from tritondt.sharding.layout import Layout
-from tritondt.sharding.placement import Partial
 from tritondt.sharding.spec import DTensorSpec
-
-
-class _CompiledSend(NamedTuple):
-    """Side of one rank of a send, with all that does not change from call to call."""
-
-    transfer: Transfer
-    fill: float | int | bool | None
 
 
 def distribute_from(
@@ -55,9 +46,11 @@ def distribute_from(
     )
     if found.fill is not None:
         whole.fill_(found.fill)
-    communicator = world.current().communicator(mesh.ranks, mesh.device_type)
+    communicator, transfer = found.communicator, found.transfer
+    assert communicator is not None, f"{found.step} is sent without a communicator"
+    assert transfer is not None, f"{found.step} is sent without a transfer"
     before, started = replace(communicator.traffic), time.perf_counter()
-    communicator.exchange([local if sends else whole.new_empty(0)], [whole], found.transfer)
+    communicator.exchange([local if sends else whole.new_empty(0)], [whole], transfer)
     if events.enabled():
         seconds = time.perf_counter() - started
         senders = f"{source} of {len(positions)} of {len(mesh.ranks)} ranks"
@@ -82,36 +75,22 @@ def _compile_send(
     strides: tuple[int, ...] | None,
     in_place: bool,
     device: torch.device,
-) -> _CompiledSend:
-    coordinate, layout = target.coordinate, target.layout
-    assert coordinate is not None, f"{target} is compiled on a rank outside its mesh"
-    own = layout.position(coordinate)
-    everybody = tuple(range(layout.num_ranks))
-    found = exchange_across(source, positions, layout, everybody, own)
+) -> CompiledStep:
+    mesh, rank = target.mesh, target.mesh.identity.rank
+    senders = tuple(mesh.ranks[position] for position in positions)
+    step = Step("exchange", source, target.layout, source_ranks=senders, target_ranks=mesh.ranks)
+    found = with_peers(step.exchange_of(rank), {peer: place for place, peer in enumerate(sorted(mesh.ranks))})
     if in_place:
         found = replace(found, keeps=())
-    text = f"{source!r} at {positions} -> {target!r}"
-    sender = source.coordinate(positions.index(own)) if own in positions else None
-    transfer = Transfer(
-        exchange=renumber_peers(found, target.mesh.ranks),
-        source_blocks=(() if sender is None else blocks(source, sender, strides),),
-        target_blocks=(blocks(layout, coordinate),),
-        dtypes=(target.dtype,),
-        reductions=(None,),
-        fingerprint=exchange_fingerprint(text),
-        description=f"sending {target} from rank {', '.join(str(target.mesh.ranks[place]) for place in positions)}",
-        device=device,
+    return compiled_step(
+        step,
+        Side(found, *rank_blocks(step, rank, strides), target.coordinate, step.fill_op_of(rank)),
+        Start(strides, device, None),
+        target.dtype,
+        exchange_fingerprint(f"{source!r} at {positions} -> {target!r}"),
+        f"sending {target} from rank {', '.join(map(str, senders))}",
+        world.current().communicator(mesh.ranks, mesh.device_type),
     )
-    return _CompiledSend(transfer, _fill(Route(source, layout, positions, everybody), target))
 
 
 identity.on_end(_compile_send.cache_clear)
-
-
-def _fill(route: Route, target: DTensorSpec) -> float | int | bool | None:
-    """Value that fills the tensor of a rank that takes nothing: the identity of its sum or product."""
-    assert target.coordinate is not None, f"{target} is filled on a rank outside its mesh"
-    if not route.takes_nothing(target.coordinate):
-        return None
-    ops = [placement.reduce_op for placement in target.placements if isinstance(placement, Partial)]
-    return identity_element(ops[0], target.dtype)

@@ -224,15 +224,6 @@ class Layout:
                     coordinate[axis] = index
                 yield tuple(coordinate), held
 
-    def count_holders(self, dim: int, wanted: Intervals, pinned: Mapping[int, int]) -> tuple[int, int]:
-        """Number of choices of indices on the axes that cut `dim` that hold any of `wanted`, and of indices they hold.
-
-        >>> Layout((3,), (Shard(0),), (7,)).count_holders(0, ((2, 6),), {})
-        (2, 4)
-        """
-        held = [regions.total(common) for _, common in self.dim_holders(dim, wanted, pinned)]
-        return len(held), sum(held)
-
     def dim_holders(
         self, dim: int, wanted: Intervals, pinned: Mapping[int, int]
     ) -> Iterator[tuple[tuple[tuple[int, int], ...], Intervals]]:

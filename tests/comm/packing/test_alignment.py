@@ -14,7 +14,7 @@ from tritondt.comm.transports.sockets import SocketCommunicator
 from tritondt.planning.alignment import DENSE, NCCL_ALIGNMENT, Alignment
 from tritondt.planning.cost import CostTable
 from tritondt.planning.planner import make_plan
-from tritondt.planning.storage import step_blocks
+from tritondt.planning.storage import rank_blocks
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import parse_placements
 
@@ -26,7 +26,7 @@ def transfers(size: int, shape: tuple[int, ...], source: str, target: str) -> li
     for step in make_plan(before, after, 2, CostTable()).steps:
         reduction = Reduction("sum", 1) if step.kind == "reduce" else None
         for rank in range(size):
-            held, wanted = step_blocks(step, (rank,))
+            held, wanted = rank_blocks(step, rank)
             found.append(
                 Transfer(step.exchange((rank,)), (held,), (wanted,), (torch.bfloat16,), (reduction,), 1, "a test")
             )
@@ -73,7 +73,7 @@ def test_alignment_changes_no_message(source: str, target: str) -> None:
 def test_messages_of_another_dtype_are_aligned_too(wire_dtype: torch.dtype) -> None:
     before, after = (Layout((4,), parse_placements(text), (37, 53)) for text in ("S0", "S1"))
     (step,) = make_plan(before, after, 4, CostTable()).steps
-    held, wanted = step_blocks(step, (1,))
+    held, wanted = rank_blocks(step, 1)
     transfer = Transfer(step.exchange((1,)), (held,), (wanted,), (torch.float32,), (None,), 1, "a test")
     dense, aligned = (casting_transfer(transfer, wire_dtype, each) for each in (DENSE, NCCL_ALIGNMENT))
     assert sizes_of(dense.sends) == sizes_of(aligned.sends)

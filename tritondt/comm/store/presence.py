@@ -16,10 +16,9 @@ import torch.distributed as dist
 from tritondt.comm.processes import Processes, this_process
 from tritondt.comm.store.client import StoreClient, values
 from tritondt.comm.store.notices import Failed
+from tritondt.comm.store.polling import await_others
 from tritondt.errors import PeerError
 
-# How often a rank looks whether others have announced themselves: often at first, when all come at once.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 # Ranks that one look asks for: each takes two questions to the store.
 _MOST_ASKED = 64
 # Refusals of others that this rank has raised.
@@ -122,23 +121,25 @@ def ended(store: dist.Store, ranks: Sequence[int]) -> Failed | None:
 def machines(client: StoreClient, rank: int, ranks: Sequence[int], timeout: timedelta) -> list[str]:
     """The machines of `ranks`, as these have announced them; PeerError where some of them fail, or do not in time."""
     timeout_s = timeout.total_seconds()
-    keys, started, pause = [_process_key(other) for other in ranks], time.monotonic(), _FIRST_PAUSE_S
-    while not client.call(lambda _: client.presence.check(keys), timeout_s):
-        missing = [
-            other
-            for other in ranks
-            if not client.call(lambda _, other=other: client.presence.check([_process_key(other)]), timeout_s)  # type: ignore[misc]
-        ]
-        failed = client.call(lambda _, missing=missing: refusal(client.presence, missing), timeout_s)  # type: ignore[misc]
+    keys = [_process_key(other) for other in ranks]
+
+    def are_there(keys: list[str]) -> bool:
+        return client.call(lambda _: client.presence.check(keys), timeout_s)
+
+    def missing() -> list[int]:
+        return [other for other, key in zip(ranks, keys, strict=True) if not are_there([key])]
+
+    def look() -> None:
+        late = missing()
+        failed = client.call(lambda _: refusal(client.presence, late), timeout_s)
         if failed is not None:
             raise PeerError(f"rank {failed.rank} failed while rank {rank} waited for its machine: {failed.error}")
-        if time.monotonic() - started > timeout_s:
-            raise PeerError(
-                f"rank {rank} waited {timeout_s:g} s for ranks {missing} to say on which machines they are; they say "
-                "it when they initialise torch.distributed, or first use tritondt"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    if not await_others(lambda: are_there(keys), time.monotonic() + timeout_s, look):
+        raise PeerError(
+            f"rank {rank} waited {timeout_s:g} s for ranks {missing()} to say on which machines they are; they say "
+            "it when they initialise torch.distributed, or first use tritondt"
+        )
     found = client.call(lambda _: values(client.presence, keys), timeout_s)
     return [json.loads(text)["machine"] for text in found]
 

@@ -9,7 +9,7 @@ from tritondt.debug.tracing.record import Redistribution
 from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import explain_layouts
-from tritondt.redistribution.across import is_one_grid
+from tritondt.redistribution.compile import is_one_grid
 from tritondt.sharding.spec import DTensorSpec
 
 
