@@ -19,6 +19,7 @@ from tritondt.planning.exchange import Route, exchange_across, renumber_peers
 from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.planning.storage import blocks
 from tritondt.redistribution.compiled_step import identity_element
+from tritondt.redistribution.refusals import refuse_on
 from tritondt.redistribution.run import check_address
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Partial
@@ -70,7 +71,7 @@ def _check_or_refuse(local: torch.Tensor, target: DTensorSpec) -> None:
     try:
         check_address(local, target)
     except LocalTensorError as error:
-        world.current().communicator(target.mesh.ranks, target.mesh.device_type).refuse(error)
+        refuse_on(target.mesh, error)
         raise
 
 
