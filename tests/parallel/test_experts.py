@@ -214,7 +214,7 @@ def test_rows_and_sizes_that_do_not_fit_are_refused():
         with pytest.raises(LocalTensorError, match=r"got sizes=\(1, 1\) for 3 experts on 2 ranks; allowed is a number"):
             token_dispatch(torch.ones(4, 2), counts, mesh, sizes=(1, 1))
         found = token_dispatch(torch.ones(4, 2), counts, mesh)
-        with pytest.raises(LocalTensorError, match=f"got 1 rows on rank {rank}; allowed is one for each"):
+        with pytest.raises(LocalTensorError, match=rf"of shape \(1, 2\) on rank {rank}; allowed is a row for each"):
             token_combine(torch.ones(1, 2), found)
 
     run_ranks(2, body)

@@ -129,6 +129,15 @@ class Communicator(Protocol):
         """Bytes and messages that this rank will send and receive in an exchange."""
         ...
 
+    @property
+    def sequence(self) -> int:
+        """Exchanges so far, those without a message of this rank and refused ones included."""
+        ...
+
+    def drain(self) -> None:
+        """Returns when all that was issued has run, well or not."""
+        ...
+
     def refuse(self, error: BaseException) -> None:
         """Reports why this rank takes no part in the next exchange, which counts as run, to the other ranks."""
         ...

@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from tritondt.comm.objects import bytes_of
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import DifferenceError, MeshError
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import check_types, checked
 from tritondt.redistribution.agreement import lengths_on_all
+from tritondt.redistribution.refusals import refusing_next
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 
 _DIGEST_BYTES = 8
@@ -43,8 +44,10 @@ def check_plain_gradients(module: nn.Module, mesh: "DeviceMesh | Mesh | None" = 
     gradients of plain parameters differ between rank 0 and rank 1: weight
     """
     found = _mesh_of(module) if mesh is None else canonical_mesh(mesh)
-    plain = {name: value for name, value in module.named_parameters() if not isinstance(value, DTensor)}
-    digests = lengths_on_all(found, list(map(_digest, plain.values())))
+    with refusing_next(found):
+        check_types(check_plain_gradients, module=module)
+        plain = {name: value for name, value in module.named_parameters() if not isinstance(value, DTensor)}
+        digests = lengths_on_all(found, list(map(_digest, plain.values())))
     if found.coordinate is None:
         return
     for rank, of_rank in zip(found.ranks, digests, strict=True):

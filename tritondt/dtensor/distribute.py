@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, LocalTensorError, MeshError, TritondtError
-from tritondt.errors.arguments import checked
-from tritondt.redistribution.agreement import agreed
+from tritondt.errors.arguments import check_types, checked
+from tritondt.redistribution.agreement import agreed, check_agreed
 from tritondt.redistribution.given_local import given_local
+from tritondt.redistribution.refusals import refusing_next
 from tritondt.redistribution.run import check_address, redistribute_local
 from tritondt.redistribution.send import distribute_from
 from tritondt.sharding.layout import Layout
@@ -187,6 +188,30 @@ def distribute_module(
     ['(S0,)', '(R,)']
     """
     mesh = mesh_or_current(device_mesh)
+    with refusing_next(canonical_mesh(mesh)):
+        input_fn, output_fn = _checked_hooks(module, input_fn, output_fn)
+        tied = _tied_places(module)
+        if partition_fn is not None:
+            for name, submodule in module.named_modules():
+                partition_fn(name, submodule, mesh)
+            for places in tied:
+                _tie_again(places)
+        _replicate_plain(module, mesh)
+    check_agreed(canonical_mesh(mesh), "distribute_module", "a module whose parameters are distributed")
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda called, inputs: input_fn(called, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda called, inputs, outputs: output_fn(called, outputs, mesh))
+    module._tritondt_distributed = True  # type: ignore[assignment]
+    return module
+
+
+_Hook = Callable[..., Any] | None
+
+
+def _checked_hooks(module: nn.Module, input_fn: _Hook, output_fn: _Hook) -> tuple[_Hook, _Hook]:
+    """Hooks of three arguments; TritondtError for other ones, and for a module that was distributed before."""
+    check_types(distribute_module, module=module)
     if getattr(module, "_tritondt_distributed", False):
         raise TritondtError(
             f"distribute_module was called twice for one {type(module).__name__}; call it once, with a partition_fn "
@@ -196,19 +221,7 @@ def distribute_module(
         input_fn = _checked_hook("input_fn", input_fn, "inputs")
     if output_fn is not None:
         output_fn = _checked_hook("output_fn", output_fn, "outputs")
-    tied = _tied_places(module)
-    if partition_fn is not None:
-        for name, submodule in module.named_modules():
-            partition_fn(name, submodule, mesh)
-        for places in tied:
-            _tie_again(places)
-    _replicate_plain(module, mesh)
-    if input_fn is not None:
-        module.register_forward_pre_hook(lambda called, inputs: input_fn(called, inputs, mesh))
-    if output_fn is not None:
-        module.register_forward_hook(lambda called, inputs, outputs: output_fn(called, outputs, mesh))
-    module._tritondt_distributed = True  # type: ignore[assignment]
-    return module
+    return input_fn, output_fn
 
 
 class _Place(NamedTuple):
@@ -269,7 +282,7 @@ def _checked_hook(name: str, function: Callable[..., Any], what: str) -> Callabl
         warnings.warn(
             f"{name} of two arguments ({what}, device_mesh) is deprecated; let it take (module, {what}, device_mesh)",
             FutureWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
         return lambda module, values, mesh: function(values, mesh)
     if taken != 3:

@@ -8,11 +8,14 @@ from torch.nn.utils import clip_grad
 
 from tritondt.dtensor.many import Move, redistribute_many
 from tritondt.dtensor.tensor import DTensor
-from tritondt.errors import MixedTensorsError, check_not_of_torch
-from tritondt.errors.arguments import checked
+from tritondt.errors import MixedTensorsError, PeerError, check_not_of_torch
+from tritondt.errors.arguments import check_types, checked
 from tritondt.ops.propagation.replication import are_replicated
+from tritondt.redistribution.refusals import refuse_redistribution
+from tritondt.redistribution.run import check_memory
 from tritondt.sharding.mesh import Mesh
-from tritondt.sharding.placement import Replicate
+from tritondt.sharding.placement import Partial, Replicate
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 
 @torch.no_grad()
@@ -42,26 +45,23 @@ def clip_grad_norm_(
     [7.071, 7.071]
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    of_mesh: dict[Mesh, list[torch.Tensor]] = {}
-    plain: list[torch.Tensor] = []
-    for parameter in given:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        check_not_of_torch(gradient, "clip_grad_norm_")
-        if isinstance(gradient, DTensor):
-            of_mesh.setdefault(gradient._spec.mesh, []).append(parameter)
-        elif are_replicated():
-            plain.append(parameter)
-        else:
-            raise MixedTensorsError(
-                f"clip_grad_norm_ was given a plain gradient of shape {tuple(gradient.shape)}; allowed are distributed "
-                "ones: make the parameter distributed, replicated where every rank holds all of it, or call "
-                "clip_grad_norm_ within tritondt.implicit_replication() where plain gradients are alike on every rank"
-            )
+    of_mesh, plain, wrong = _gradients(given)
+    try:
+        check_types(clip_grad_norm_, max_norm=max_norm, norm_type=norm_type)
+        if wrong is not None:
+            raise wrong
+    except Exception as error:
+        _refuse_norms(list(of_mesh.items()), error)
+        raise
     if not of_mesh and not plain:
         return torch.tensor(0.0)
-    norms = [_norm(found, norm_type, foreach) for found in of_mesh.values()]
+    norms = []
+    for place, (_, found) in enumerate(meshes := list(of_mesh.items())):
+        try:
+            norms.append(_norm(found, norm_type, foreach))
+        except PeerError as error:
+            _refuse_norms(meshes[place + 1 :], error)
+            raise
     total = _combined(norms, [_norm(plain, norm_type, foreach)] if plain else [], norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -73,6 +73,52 @@ def clip_grad_norm_(
         clip_grad._clip_grads_with_norm_(found, max_norm, _replicated(on_mesh, mesh), foreach)
     clip_grad._clip_grads_with_norm_(plain, max_norm, total, foreach)
     return total
+
+
+def _gradients(
+    given: list[torch.Tensor],
+) -> tuple[dict[Mesh, list[torch.Tensor]], list[torch.Tensor], Exception | None]:
+    """Parameters with distributed gradients by mesh, those with plain ones, and what is wrong with one of them."""
+    of_mesh: dict[Mesh, list[torch.Tensor]] = {}
+    plain: list[torch.Tensor] = []
+    wrong: Exception | None = None
+    for parameter in given:
+        gradient = getattr(parameter, "grad", None)
+        if isinstance(gradient, DTensor):
+            of_mesh.setdefault(gradient._spec.mesh, []).append(parameter)
+        elif gradient is not None:
+            plain.append(parameter)
+        try:
+            _check_gradient(parameter)
+        except Exception as error:  # noqa: BLE001  raised when it is known whom to tell
+            wrong = wrong or error
+    return of_mesh, plain, wrong
+
+
+def _check_gradient(parameter: torch.Tensor) -> None:
+    """MixedTensorsError for a plain gradient where these do not count, LocalTensorError for one without memory."""
+    gradient = parameter.grad
+    if gradient is None:
+        return
+    check_not_of_torch(gradient, "clip_grad_norm_")
+    if isinstance(gradient, DTensor):
+        check_memory(gradient._local_tensor, "clip_grad_norm_")
+    elif not are_replicated():
+        raise MixedTensorsError(
+            f"clip_grad_norm_ was given a plain gradient of shape {tuple(gradient.shape)}; allowed are distributed "
+            "ones: make the parameter distributed, replicated where every rank holds all of it, or call "
+            "clip_grad_norm_ within tritondt.implicit_replication() where plain gradients are alike on every rank"
+        )
+
+
+def _refuse_norms(meshes: list[tuple[Mesh, list[torch.Tensor]]], error: Exception) -> None:
+    """Tells the others, who add up a number for each gradient on each mesh, why this rank does not."""
+    for mesh, parameters in meshes:
+        found = [cast(DTensor, parameter.grad)._spec.placements for parameter in parameters]
+        whole = [all(each.is_replicate() for each in of_axis) for of_axis in zip(*found, strict=True)]
+        terms = [Replicate() if is_whole else Partial() for is_whole in whole]
+        source = DTensorSpec(mesh, terms, TensorMeta.contiguous((len(parameters),), torch.float64))
+        refuse_redistribution(source, source.with_placements([Replicate()] * mesh.ndim), error)
 
 
 def _norm(parameters: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """local_map: functions of local tensors, applied to distributed ones."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -13,6 +14,7 @@ from tritondt.errors import LayoutError, LocalTensorError, MeshError, check_not_
 from tritondt.errors.arguments import checked
 from tritondt.ops.rules.view_layouts import shard_of_sizes
 from tritondt.redistribution.agreement import lengths_on_all
+from tritondt.redistribution.refusals import refusing_next
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Placement, Shard, as_placement, placements_code, placements_text
@@ -86,12 +88,14 @@ def local_map(
             leaf.to_local(grad_placements=placements) if isinstance(leaf, DTensor) else leaf
             for leaf, placements in zip(inputs, of_gradients, strict=True)
         ]
-        results, result_form = tree_flatten(called(*tree_unflatten(local, form), **kwargs))
         uneven = any(_is_uneven(leaf._spec.layout) for leaf in inputs if isinstance(leaf, DTensor))
-        outputs = [
-            _output(result, placements, mesh, uneven=uneven)
-            for result, placements in zip(results, _of_results(out_placements, results), strict=True)
-        ]
+        # Ranks tell each other the lengths of results that are cut unevenly.
+        with refusing_next(mesh) if uneven and _cuts(out_placements) else nullcontext():
+            results, result_form = tree_flatten(called(*tree_unflatten(local, form), **kwargs))
+            outputs = [
+                _output(result, placements, mesh, uneven=uneven)
+                for result, placements in zip(results, _of_results(out_placements, results), strict=True)
+            ]
         return tree_unflatten(outputs, result_form)
 
     return on_local_tensors
@@ -117,6 +121,11 @@ def _of_results(given: Any, results: Sequence[Any]) -> Sequence[Placements]:
                 "placements, and everything else None"
             )
     return entries
+
+
+def _cuts(out_placements: Any) -> bool:
+    """Whether a result is cut on some axis."""
+    return any(isinstance(as_placement(item), Shard) for item in tree_flatten(out_placements)[0])
 
 
 def _is_one_entry(given: tuple[Any, ...]) -> bool:

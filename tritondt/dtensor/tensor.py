@@ -21,11 +21,12 @@ from tritondt.dtensor.text import check_is_own, text_of
 from tritondt.dtensor.views.copied_views import share_origin
 from tritondt.dtensor.writes import lasting_attributes, take_memory
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import check_types, checked
 from tritondt.ops.propagation.replication import as_replicated, with_tensors
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
 from tritondt.redistribution.autograd import gradient_spec, wanted_gradient_spec
 from tritondt.redistribution.given_local import given_local
+from tritondt.redistribution.refusals import refuse_redistribution
 from tritondt.sharding.local_spec import spec_of_local
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.sharding.placement import Placement, Replicate, as_placements
@@ -165,8 +166,14 @@ class DTensor(torch.Tensor):
         spec, dtype = self._spec, forward_dtype or self._spec.dtype
         target = target_spec(spec, as_placements(placements), None if order is None else tuple(order), mesh)
         wire = None
-        if wire_dtype is not None or grad_wire_dtype is not None:
-            wire = wire_of(dtype, backward_dtype or spec.dtype, wire_dtype, grad_wire_dtype)
+        if wire_dtype is not None or grad_wire_dtype is not None or dtype is not spec.dtype:
+            try:
+                check_types(DTensor.redistribute, forward_dtype=forward_dtype)
+                if wire_dtype is not None or grad_wire_dtype is not None:
+                    wire = wire_of(dtype, backward_dtype or spec.dtype, wire_dtype, grad_wire_dtype)
+            except Exception as error:
+                refuse_redistribution(spec, target, error)
+                raise
         stays = target is spec and dtype is spec.dtype
         if is_grad_enabled() and self.requires_grad:
             if stays:

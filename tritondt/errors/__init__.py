@@ -53,6 +53,28 @@ class RefusalError(PeerError):
     """An exchange that another rank refused, alone: all ranks count it as run, and the world goes on."""
 
 
+def mark_told(error: BaseException) -> None:
+    """Notes that the other ranks of the call have been told of an error of this rank."""
+    error.__dict__[_TOLD] = True
+
+
+def was_told(error: BaseException) -> bool:
+    """Whether the other ranks of the call have been told of an error, or of what it explains, or know of it.
+
+    >>> error = ValueError("no layer")
+    >>> was_told(error), mark_told(error), was_told(error), was_told(PeerError("rank 1 failed"))
+    (False, None, True, True)
+    """
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, PeerError) and _TOLD not in found.__dict__:
+        found = found.__cause__
+    return found is not None
+
+
+# On an error of which other ranks were told.
+_TOLD = "_tritondt_told"
+
+
 class MismatchError(PeerError):
     """Different requests of ranks at one point; names both ranks and both values."""
 

@@ -99,10 +99,20 @@ def refuse_misfits(
     """
     for name, value, annotation in _given(function, args, kwargs):
         if (not names or name in names) and not fits(value, annotation):
-            raise ArgumentError(
-                f"{_name_of(function)} got {name}={_text(value)}, {_article(type(value).__name__)}; allowed is "
-                f"{_allowed(annotation)}"
-            ) from error
+            raise ArgumentError(_misfit_text(function, name, value, annotation)) from error
+
+
+def _misfit_text(function: Callable[..., Any], name: str, value: Any, annotation: Any) -> str:
+    given = f"{name}={_text(value)}, {_article(type(value).__name__)}"
+    return f"{_name_of(function)} got {given}; allowed is {_allowed(annotation)}"
+
+
+def check_types(function: Callable[..., Any], **given: Any) -> None:
+    """Raises ArgumentError for the first of these arguments of a function that is not of its annotated type."""
+    hints = _signature(inspect.unwrap(function))[1]
+    for name, value in given.items():
+        if not fits(value, hints[name]):
+            raise ArgumentError(_misfit_text(function, name, value, hints[name]))
 
 
 def fits(value: Any, annotation: Any) -> bool:

@@ -21,7 +21,8 @@ from tritondt.fsdp.meshes import DataMesh
 from tritondt.fsdp.parameter import ShardedParameter
 from tritondt.kernels.memory import allocate, reallocate
 from tritondt.kernels.tables import Table, copy_table
-from tritondt.redistribution.run import redistribute_local_async
+from tritondt.redistribution.refusals import refuse_redistribution
+from tritondt.redistribution.run import check_memory, redistribute_local_async
 from tritondt.sharding.placement import Partial, Placement, ReduceOp, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 from tritondt.sharding.strides import dense_strides
@@ -66,6 +67,7 @@ class FlatParameters:
         self._whole = self._place_whole()
         self._table: Table | None = None
         self._gathered: tuple[torch.Tensor, Work | None] | None = None
+        self._refused: Exception | None = None  # why this rank takes no part in the gather that was asked for
         self.is_whole = False
         # Writes to the shards since they were last gathered; watched while what was gathered is kept.
         self._watch: Watch | None = None
@@ -101,11 +103,21 @@ class FlatParameters:
     @property
     def is_under_way(self) -> bool:
         """Whether a gather was issued that nobody has waited for."""
-        return self._gathered is not None
+        return self._gathered is not None or self._refused is not None
 
     def gather(self) -> None:
         """Issues the gather of what the shards hold now, unless that is under way or here: a collective call."""
-        self._adopt()
+        try:
+            self._adopt()
+            check_memory(self.shard, "a gather of fully_shard")
+        except Exception as error:
+            if self.is_whole or self.is_under_way:
+                raise
+            # Raised where the others raise that they have heard of it: what comes before that, all ranks exchange.
+            self._refused = error
+            if self.layout.numel:
+                refuse_redistribution(self._specs.shards, self._specs.whole, error)
+            return
         if self.is_whole or self.is_under_way:
             if self._seen == self._counts():
                 return
@@ -124,6 +136,9 @@ class FlatParameters:
 
     def wait(self) -> None:
         """Puts what was gathered in its place; PeerError and MismatchError where the gather failed."""
+        if self._refused is not None:
+            refused, self._refused = self._refused, None
+            raise refused
         if self._gathered is None:
             return
         (gathered, work), self._gathered = self._gathered, None
@@ -142,6 +157,7 @@ class FlatParameters:
 
     def drop(self) -> None:
         """Frees the whole parameters, and what is being gathered of them."""
+        self._refused = None
         if self._gathered is not None:
             (_, work), self._gathered = self._gathered, None
             if work is not None:

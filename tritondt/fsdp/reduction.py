@@ -11,12 +11,14 @@ import torch
 
 from tritondt.comm.packing.wire_dtype import narrower
 from tritondt.comm.work import Work
+from tritondt.errors import was_told
 from tritondt.fsdp.flat import FlatParameters, Specs
 from tritondt.fsdp.flat_layout import FlatLayout
 from tritondt.fsdp.parameter import ShardedParameter
 from tritondt.kernels.boxes import CastBox, CopyBox
 from tritondt.kernels.memory import allocate
 from tritondt.kernels.tables import Table, cast_table, copy_table
+from tritondt.redistribution.refusals import refuse_redistribution
 from tritondt.redistribution.run import redistribute_local_async
 from tritondt.sharding.placement import ReduceOp
 
@@ -31,13 +33,17 @@ class Policy(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """Gradients under way: the flat tensor that will hold this rank's shards, and the parameters in it."""
+    """Gradients under way: the flat tensor that will hold this rank's shards, and the parameters in it.
+
+    `refused` is why this rank takes no part.
+    """
 
     shard: torch.Tensor
     work: Work | None
     layout: FlatLayout
     parameters: list[ShardedParameter]
     divisor: float | None
+    refused: Exception | None = None
 
 
 class GradientReduction:
@@ -63,17 +69,21 @@ class GradientReduction:
         parameters, layout = self._trained()
         if not parameters:
             return None
-        gradients = [_gradient(parameter) for parameter in parameters]
         dtype = self._dtype(policy)
-        if len({gradient.dtype for gradient in gradients if gradient is not None}) > 1:
-            gradients = [None if gradient is None else gradient.to(dtype) for gradient in gradients]
-        packed = self._packed(gradients, layout, dtype)
-        wire = None
-        if policy.reduce_dtype is not None and policy.reduce_dtype.itemsize < dtype.itemsize and not dtype.is_complex:
-            wire = narrower(dtype, policy.reduce_dtype)
         specs = Specs(self._flat.data, layout, dtype)
         op: ReduceOp = "avg" if policy.divisor is None else "sum"
         terms = specs.terms(op)
+        try:
+            packed = self._packed(_gradients(parameters, dtype), layout, dtype)
+        except Exception as error:
+            if was_told(error):
+                raise
+            refuse_redistribution(terms, specs.shards, error)
+            # Raised where the others raise that they have heard of it: what comes before that, all ranks exchange.
+            return Reduced(self._flat.shard, None, layout, parameters, policy.divisor, error)
+        wire = None
+        if policy.reduce_dtype is not None and policy.reduce_dtype.itemsize < dtype.itemsize and not dtype.is_complex:
+            wire = narrower(dtype, policy.reduce_dtype)
         shard, work = redistribute_local_async(packed, terms, specs.shards, None, wire)
         return Reduced(shard, work, layout, parameters, policy.divisor)
 
@@ -130,6 +140,14 @@ def _table_of(boxes: list[CastBox], source: torch.dtype, target: torch.dtype, de
     return copy_table([CopyBox(*box[:4], source.itemsize, *box[4:]) for box in boxes], device)
 
 
+def _gradients(parameters: list[ShardedParameter], dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """This rank's gradients, of one dtype: of `dtype` where they differ."""
+    found = [_gradient(parameter) for parameter in parameters]
+    if len({gradient.dtype for gradient in found if gradient is not None}) > 1:
+        return [None if gradient is None else gradient.to(dtype) for gradient in found]
+    return found
+
+
 def _gradient(parameter: ShardedParameter) -> torch.Tensor | None:
     """This rank's gradient, of this pass and of those before that were kept."""
     gradient, kept = parameter.take_gradient(), parameter.accumulated
@@ -143,7 +161,9 @@ def _gradient(parameter: ShardedParameter) -> torch.Tensor | None:
 
 
 def finish(reduced: Reduced, rank: int) -> None:
-    """Waits for gradients, and adds them to those of the sharded parameters."""
+    """Waits for gradients, and adds them to those of the sharded parameters; raises why this rank has refused them."""
+    if reduced.refused is not None:
+        raise reduced.refused
     if reduced.work is not None:
         reduced.work.wait()
     layout, found = reduced.layout, reduced.shard

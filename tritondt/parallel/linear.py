@@ -11,11 +11,13 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from tritondt.dtensor.tensor import DTensor
-from tritondt.parallel.boundary import InputPlan, activation_spec, input_plan_of
+from tritondt.errors import ParallelizeError
+from tritondt.parallel.boundary import InputPlan, activation_spec, input_plan_of, output_plan_of
 from tritondt.parallel.graphs import outside_of_graphs
 from tritondt.parallel.local_run import CutRun, call_of, distributed_parameter
 from tritondt.parallel.overlap import all_gather_matmul, is_divisible, is_eager, matmul_reduce_scatter
 from tritondt.redistribution.autograd import gradient_spec
+from tritondt.redistribution.refusals import refuse_redistribution
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec
 
@@ -167,11 +169,26 @@ class RowLinear(LinearRun):
     def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: _RowCall) -> torch.Tensor:
         """Sum of all ranks' terms, redistributed as wanted, and the bias."""
         bias, wanted, scattered = call.bias, self.wanted, call.scattered
+        if output.ndim != input_plan.target.ndim or output.shape[-1] != self.out_features:
+            error = ParallelizeError(
+                f"{type(module).__name__} under RowwiseParallel took {tuple(input_plan.target.shape)} and gave "
+                f"{tuple(output.shape)}; allowed are as many dims, the last of {self.out_features} features"
+            )
+            self.leave_out(module, input_plan, call, error)
+            raise error
         found, shape = (Partial(), output.shape) if scattered is None else (wanted, scattered.shape)
         cuts_features = isinstance(wanted, Shard) and wanted.dim in (-1, output.ndim - 1)
         if bias is not None and (cuts_features or isinstance(wanted, Partial)):
             bias = self._part_of_bias(module)
         return self.hand_out(output, found, wanted, shape, bias=bias, use_local_output=self.use_local_output)
+
+    def leave_out(self, module: nn.Module, input_plan: InputPlan, call: _RowCall, error: Exception) -> None:
+        """The others hear why no terms of this rank come, unless these travel while they are multiplied."""
+        if call.scattered is None:
+            given = input_plan.target
+            shape, dtype = (*given.shape[:-1], self.out_features), given.dtype
+            output_plan = output_plan_of(self.mesh, Partial(), self.wanted, shape, dtype)
+            refuse_redistribution(output_plan.source, output_plan.target, error)
 
     def _part_of_bias(self, module: nn.Module) -> torch.Tensor:
         """Bias of own features, or its term."""

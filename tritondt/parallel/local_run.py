@@ -1,5 +1,6 @@
 """Execution of modules on local tensors: parameters look plain while a forward runs, and distributed otherwise."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, cast
@@ -10,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.utils.parametrize import is_parametrized
 
 from tritondt.dtensor.tensor import DTensor
-from tritondt.errors import ParallelizeError, check_not_of_torch
+from tritondt.errors import ParallelizeError, check_not_of_torch, was_told
 from tritondt.parallel.boundary import InputPlan, OutputPlan, output_plan_of
 from tritondt.parallel.crossing import Parameters, enter, leave
 from tritondt.parallel.graphs import outside_of_graphs
@@ -83,6 +84,10 @@ class LocalRun(ABC):
     @abstractmethod
     def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: Any) -> torch.Tensor:
         """Output of the module as its caller takes it."""
+
+    def leave_out(self, module: nn.Module, input_plan: InputPlan, call: Any, error: Exception) -> None:
+        """Tells the others why this rank has no output, where they wait for it: by default they do not."""
+        return
 
     def install(self, module: nn.Module) -> None:
         """Registers the hooks next to the forward: hooks of others see what crosses the boundary."""
@@ -191,12 +196,17 @@ class LocalRun(ABC):
         for name in shadows:
             state.pop(name, None)
         state.update(hidden)
-        if output is None:
-            return None
         if not isinstance(output, torch.Tensor):
+            raised = sys.exc_info()[1] if output is None else None
             if self.hands_out_as_is:
-                return cast("torch.Tensor", output)
-            raise ParallelizeError(f"a parallelized {type(module).__name__} gives a tensor, not {output!r}")
+                return cast("torch.Tensor | None", output)
+            text = f"a parallelized {type(module).__name__} gives a tensor, not {output!r}"
+            error = ParallelizeError(text) if raised is None else raised
+            if isinstance(error, Exception) and not was_told(error):
+                self.leave_out(module, input_plan, call, error)
+            if raised is None:
+                raise error
+            return None
         return self.output(module, output, input_plan, call)
 
     def hand_out(

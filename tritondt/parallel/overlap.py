@@ -20,10 +20,11 @@ from tritondt import identity
 from tritondt.comm import world
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, LocalTensorError, ParallelizeError
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import check_types, checked
 from tritondt.parallel.chunked_matmul import AllGatherMatmul, ChunkSchedule, MatmulReduceScatter, rows_of
 from tritondt.planning.pipelining import best_shares
 from tritondt.redistribution.autograd import redistribute
+from tritondt.redistribution.refusals import refusing_next
 from tritondt.redistribution.run import has_memory
 from tritondt.sharding.placement import Partial, Shard
 from tritondt.sharding.spec import DTensorSpec
@@ -61,7 +62,9 @@ def all_gather_matmul(
     schedule = _schedule_of(source, chunks_per_peer)
     if source.coordinate is None:
         return x.new_empty((0,))
-    _check_or_refuse(source, source.local_shape, source.shape[-1], x, weight, bias)
+    with refusing_next(source.mesh, _num_exchanges(schedule, x)):
+        check_types(all_gather_matmul, x=x, weight=weight, bias=bias)
+        _check(source, source.local_shape, source.shape[-1], x, weight, bias)
     if not is_eager(x):
         return F.linear(redistribute(x, source, schedule.whole, grad_placements=(Partial(),)), weight, bias)
     result: torch.Tensor = AllGatherMatmul.apply(x, weight, bias, schedule)  # type: ignore[no-untyped-call]
@@ -91,8 +94,10 @@ def matmul_reduce_scatter(
     schedule = _schedule_of(target, chunks_per_peer)
     if target.coordinate is None:
         return x.new_empty((0,))
-    features = x.shape[-1] if x.ndim else 0
-    _check_or_refuse(target, (*target.shape[:-1], features), features, x, weight, None, target.shape[-1])
+    with refusing_next(target.mesh, _num_exchanges(schedule, x)):
+        check_types(matmul_reduce_scatter, x=x, weight=weight)
+        features = x.shape[-1] if x.ndim else 0
+        _check(target, (*target.shape[:-1], features), features, x, weight, None, target.shape[-1])
     if not is_eager(x):
         product = F.linear(x, weight).to(target.dtype)
         return redistribute(product.contiguous(), schedule.terms, target)
@@ -134,7 +139,13 @@ def _shares(spec: DTensorSpec) -> tuple[int, ...]:
     )
 
 
-def _check_or_refuse(
+def _num_exchanges(schedule: ChunkSchedule, x: object) -> int:
+    """Exchanges of one call: of every piece of every other rank's part, or of all at once."""
+    is_divided = schedule.shares and (not isinstance(x, torch.Tensor) or is_eager(x))
+    return len(schedule.shares) * (len(schedule.shards.mesh.ranks) - 1) if is_divided else 1
+
+
+def _check(
     spec: DTensorSpec,
     shape: tuple[int, ...],
     features: int,
@@ -143,14 +154,10 @@ def _check_or_refuse(
     bias: torch.Tensor | None,
     out_features: int | None = None,
 ) -> None:
-    """Raises LocalTensorError for tensors that do not fit, once the ranks that wait for this one know."""
+    """Raises LocalTensorError for tensors that do not fit."""
     text = _misfit(spec, shape, features, x, weight, bias, out_features)
-    if text is None:
-        return
-    error = LocalTensorError(text)
-    if len(spec.mesh.ranks) > 1:
-        world.current().communicator(spec.mesh.ranks, spec.mesh.device_type).refuse(error)
-    raise error
+    if text is not None:
+        raise LocalTensorError(text)
 
 
 def _misfit(

@@ -4,7 +4,7 @@ import difflib
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import LayoutError, MeshError, ParallelizeError
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import check_types, checked
 from tritondt.parallel.forward_pass import APART, sum_together
 from tritondt.parallel.local_run import run_of
 from tritondt.parallel.plain_tensors import PlainTensors, check_plain_tensors, replicate_plain_tensors
@@ -21,7 +21,8 @@ from tritondt.parallel.style import ParallelStyle, check_own_weights
 from tritondt.parallel.ties import User, check_applied, check_planned, ties_of
 from tritondt.parallel.torch_styles import as_style
 from tritondt.parallel.weights import WeightStyle
-from tritondt.redistribution.agreement import agreed
+from tritondt.redistribution.agreement import agreed, check_agreed
+from tritondt.redistribution.refusals import refusing_next
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.sharding.placement import Placement
 
@@ -68,7 +69,6 @@ def parallelize_module(
     [(S0,), (S0,), (S1,), (R,)]
     """
     check_plain_tensors(plain_tensors)
-    _check_not_sharded(module)
     mesh = mesh_or_current(device_mesh)
     _check_mesh(mesh)
     if parallelize_plan is None:
@@ -76,24 +76,29 @@ def parallelize_module(
         return module
 
     def prepare() -> tuple[str, tuple[list[Assignment], list[list[User]]]]:
+        _check_not_sharded(module)
         assignments, ties = _assignments(module, parallelize_plan), ties_of(module)
         _check_ties(ties, assignments, canonical_mesh(mesh))
         return "a plan that fits its module", (assignments, ties)
 
     # What follows sends weights, unless every rank has its own: the others would wait for one whose plan is wrong.
-    sends = src_data_rank is not None and not all(parameter.is_meta for parameter in module.parameters())
+    sends = src_data_rank is not None and not _is_on_meta(module)
     assignments, ties = agreed(canonical_mesh(mesh), "parallelize_module", prepare) if sends else prepare()[1]
-    for name, found, style in assignments:
-        style.src_data_rank = src_data_rank
-        with _named(name, found):
-            made = style._apply(found, mesh)
-        if (run := run_of(made)) is not None:
-            run.name = name
-        if made is not found and name:
-            parent, _, child = name.rpartition(".")
-            setattr(module.get_submodule(parent), child, made)
-        elif made is not found:
-            module = made
+    has_own_styles = any(not type(style).__module__.startswith("tritondt.") for _, _, style in assignments)
+    with refusing_next(canonical_mesh(mesh)) if sends and has_own_styles else nullcontext():
+        for name, found, style in assignments:
+            style.src_data_rank = src_data_rank
+            with _named(name, found):
+                made = style._apply(found, mesh)
+            if (run := run_of(made)) is not None:
+                run.name = name
+            if made is not found and name:
+                parent, _, child = name.rpartition(".")
+                setattr(module.get_submodule(parent), child, made)
+            elif made is not found:
+                module = made
+    if sends and has_own_styles:  # one may have raised on one rank
+        check_agreed(canonical_mesh(mesh), "parallelize_module", "styles that are applied")
     check_applied(ties)
     sum_together(module)
     if plain_tensors == "replicated":
@@ -101,8 +106,15 @@ def parallelize_module(
     return module
 
 
+def _is_on_meta(module: nn.Module) -> bool:
+    return isinstance(module, nn.Module) and all(parameter.is_meta for parameter in module.parameters())
+
+
 def _check_not_sharded(module: nn.Module) -> None:
-    """Refuses a module whose parameters are sharded over a data axis, which the tensor axis has to cut first."""
+    """Refuses what is no module, and one whose parameters are sharded over a data axis, which the tensor axis has to
+    cut first.
+    """
+    check_types(parallelize_module, module=module)
     for name, found in module.named_modules():
         if APART in found.__dict__:
             raise ParallelizeError(

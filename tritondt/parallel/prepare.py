@@ -2,6 +2,7 @@
 cut.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -10,12 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.tensor import DTensor
-from tritondt.errors import ParallelizeError
+from tritondt.errors import ParallelizeError, was_told
 from tritondt.errors.arguments import checked
 from tritondt.parallel.boundary import activation_spec
 from tritondt.parallel.style import ParallelStyle, Role, check_free, checked_layout, claim
+from tritondt.redistribution.refusals import refuse_redistribution
 from tritondt.sharding.mesh import Mesh, canonical_mesh
-from tritondt.sharding.placement import Placement
+from tritondt.sharding.placement import Placement, Shard
 
 # One layout for a lone tensor, or one for each tensor, None where it is left as it is.
 Layouts: TypeAlias = "Placement | Sequence[Placement | None] | None"
@@ -37,14 +39,30 @@ class LayoutChange:
     def change_all(self, values: Sequence[Any], mesh: Mesh, module: nn.Module) -> tuple[Any, ...]:
         """All values, laid out as wanted."""
         if len(values) != len(self.given):
-            raise ParallelizeError(
+            error = ParallelizeError(
                 f"{self.what} lists {len(self.given)} layouts, but {type(module).__name__} was met with {len(values)} "
                 "values; allowed is one layout for each, None for one that is left as it is"
             )
-        return tuple(
-            self.change(value, given, wanted, mesh)
-            for value, given, wanted in zip(values, self.given, self.wanted, strict=True)
-        )
+            self.refuse_from(0, mesh, error)
+            raise error
+        changed = []
+        for place, (value, given, wanted) in enumerate(zip(values, self.given, self.wanted, strict=True)):
+            try:
+                changed.append(self.change(value, given, wanted, mesh))
+            except Exception as error:
+                self.refuse_from(place + 1 if was_told(error) else place, mesh, error)
+                raise
+        return tuple(changed)
+
+    def refuse_from(self, first: int, mesh: Mesh, error: Exception) -> None:
+        """Tells the others that wait for this rank's values from number `first` on why these do not come."""
+        for given, wanted in zip(self.given[first:], self.wanted[first:], strict=True):
+            if given is not None and wanted is not None:
+                # As many exchanges for any tensor: the lengths are those of no one.
+                dims = [place.dim for place in (given, wanted) if isinstance(place, Shard)]
+                shape = (len(mesh.ranks),) * (max([2, *(dim + 1 if dim >= 0 else -dim for dim in dims)]))
+                source, target = (activation_spec(mesh, place, shape, torch.float32) for place in (given, wanted))
+                refuse_redistribution(source, target, error)
 
     def change(self, value: Any, given: Placement | None, wanted: Placement | None, mesh: Mesh) -> Any:
         """One value, laid out as wanted; a plain tensor is taken for a part under `given`."""
@@ -186,7 +204,7 @@ class PrepareModuleOutput(ParallelStyle):
 
     def install(self, module: nn.Module, mesh: Mesh) -> None:
         """Registers the hook that redistributes the outputs."""
-        module.register_forward_hook(_OutputHook(mesh, self._layout_change))
+        module.register_forward_hook(_OutputHook(mesh, self._layout_change), always_call=True)
 
 
 class _OutputHook:
@@ -196,6 +214,12 @@ class _OutputHook:
         self._mesh, self._layout_change = mesh, layout_change
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """The output as wanted; called with None where the forward raised, of which the others hear."""
+        raised = sys.exc_info()[1] if output is None else None
+        if raised is not None:
+            if isinstance(raised, Exception) and not was_told(raised):
+                self._layout_change.refuse_from(0, self._mesh, raised)
+            return None
         if not isinstance(output, tuple):
             return self._layout_change.change_all((output,), self._mesh, module)[0]
         return self._layout_change.change_all(output, self._mesh, module)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from tritondt.errors import MismatchError
+from tritondt.errors import MismatchError, mark_told
 from tritondt.redistribution.run import redistribute_local
 from tritondt.redistribution.send import distribute_from
 from tritondt.sharding.layout import Layout
@@ -79,6 +79,7 @@ def agreed_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 def refuse_agreement(mesh: Mesh, call: str, error: Exception) -> None:
     """Takes part in the check of `call` for a rank whose own arguments were refused; the others raise."""
     try:
+        mark_told(error)
         check_agreed(mesh, call, f"what it refused ({error})")
     except MismatchError as others:
         error.__context__ = others  # the rank at fault raises its own error, to which this is added

@@ -9,10 +9,11 @@ import torch
 
 from tritondt import identity
 from tritondt.comm.packing.wire_dtype import Wire, wire_of
-from tritondt.errors import LayoutError, ReductionError, TritondtError
+from tritondt.errors import LayoutError, ReductionError
 from tritondt.errors.arguments import checked
 from tritondt.redistribution.given_local import given_local
-from tritondt.redistribution.run import redistribute_local, refuse_redistribution
+from tritondt.redistribution.refusals import refuse_redistribution
+from tritondt.redistribution.run import redistribute_local
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, as_placements, placements_text
 from tritondt.sharding.spec import DTensorSpec
 
@@ -69,16 +70,18 @@ def redistribute(
     """
     try:
         local = given_local(local, "redistribute")
-    except TritondtError as error:
+        wire = None
+        if wire_dtype is not None or grad_wire_dtype is not None:
+            wire = wire_of(source.dtype, source.dtype, wire_dtype, grad_wire_dtype)
+        gradient = target if grad_placements is None else wanted_gradient_spec(target, grad_placements)
+    except Exception as error:
         refuse_redistribution(source, target, error)
         raise
-    wire = None
-    if wire_dtype is not None or grad_wire_dtype is not None:
-        wire = wire_of(source.dtype, source.dtype, wire_dtype, grad_wire_dtype)
     if not (torch.is_grad_enabled() and local.requires_grad):
         found = redistribute_local(local, source, target, None if wire is None else wire.forward)
         return found.detach() if found is local else found  # a tensor of its own: requires_grad_ is of the result alone
-    gradient = wanted_gradient_spec(target, grad_placements)
+    if grad_placements is None:
+        gradient = gradient_spec(target)
     if source is target and gradient is gradient_spec(source):
         return local.view_as(local)
     result: torch.Tensor = Redistribute.apply(local, source, target, gradient, wire)  # type: ignore[no-untyped-call]

@@ -25,6 +25,7 @@ from tritondt.planning.plan import Step
 from tritondt.planning.storage import Block, joint_boxes, message_block
 from tritondt.redistribution.compile import compile_plan
 from tritondt.redistribution.compiled_step import CompiledStep
+from tritondt.redistribution.refusals import refuse_each
 from tritondt.sharding.placement import Shard
 from tritondt.sharding.spec import DTensorSpec
 
@@ -226,8 +227,8 @@ def scatter(
             for chunk in chunks:
                 arrived.append(_empty(chunk.received, product))
                 works.append(issue(chunk, product, arrived[-1]))
-    except BaseException as error:  # the others wait for a chunk that will not come
-        chunked.communicator.refuse(error)
+    except Exception as error:  # the others wait for a chunk that will not come
+        refuse_each([chunked.communicator] * (len(chunked.chunks) - len(works)), error)
         raise
     compute(*chunked.own)
     meanwhile()
@@ -258,15 +259,16 @@ class _Issues:
 
     def __init__(self, chunked: Chunked) -> None:
         self._communicator = chunked.communicator
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
 
     def __call__(self, chunk: Chunk, source: torch.Tensor, target: torch.Tensor, *, guard: bool = False) -> Work:
         def run() -> None:
             if self._failure is not None:
+                refuse_each([self._communicator], self._failure)
                 raise self._failure
             try:
                 self._communicator.exchange([source], [target], chunk.transfer)
-            except BaseException as error:
+            except Exception as error:
                 self._failure = error
                 raise
 

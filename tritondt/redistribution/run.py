@@ -5,8 +5,7 @@ allocation per step and the step itself.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,16 +14,14 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import profiler
 
 from tritondt import events
-from tritondt.comm import world
-from tritondt.comm.communicator import Communicator
 from tritondt.comm.work import Work
 from tritondt.errors import LocalTensorError, MeshError, PeerError, TransportError, check_not_of_torch
 from tritondt.events import subscribers
 from tritondt.kernels.memory import allocate
-from tritondt.redistribution.compile import carrier, compile_plan, exchanging_ranks
+from tritondt.redistribution.compile import compile_plan
 from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep
 from tritondt.redistribution.in_graphs import call_in_graph
-from tritondt.sharding.mesh import Mesh
+from tritondt.redistribution.refusals import refuse_redistribution, refuse_rest
 from tritondt.sharding.placement import placements_text
 from tritondt.sharding.spec import DTensorSpec, check_strided
 from tritondt.sharding.spec_values import open_shape, spec_text
@@ -190,35 +187,6 @@ def _run_steps(steps: Sequence[CompiledStep], local: torch.Tensor) -> torch.Tens
     return current
 
 
-def refuse_rest(steps: Sequence[CompiledStep], error: PeerError) -> None:
-    """Takes no part in the exchanges after one that another rank refused, and lets the others know.
-
-    Not every rank had a message of that rank, and those that had none come to the next exchange.
-    """
-    refuse_each([step.communicator for step in steps if step.communicator is not None], error)
-
-
-def refuse_each(carriers: Sequence[Communicator], error: Exception) -> None:
-    """Reports why this rank takes no part in the next exchange of each, where that has not failed for good."""
-    for communicator in carriers:
-        if communicator.is_usable:
-            communicator.refuse(error)
-
-
-@contextmanager
-def refusing(mesh: Mesh, num_exchanges: int = 1) -> Iterator[None]:
-    """Context of local checks before exchanges of all ranks of `mesh`: the others hear what is raised in it.
-
-    Of several exchanges one that hears of it takes no part in those that are left either: see `refuse_each`.
-    """
-    try:
-        yield
-    except Exception as error:
-        if mesh.coordinate is not None and len(mesh.ranks) > 1:
-            refuse_each([world.current().communicator(mesh.ranks, mesh.device_type)] * num_exchanges, error)
-        raise
-
-
 # What stands for tensors while torch traces a graph.
 _WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
 
@@ -250,6 +218,17 @@ def _is_on(local: torch.Tensor, device_type: str) -> bool:
     return local.is_cuda if device_type == "cuda" else local.device.type == device_type
 
 
+def check_memory(local: torch.Tensor, taker: str) -> None:
+    """Raises LocalTensorError for a tensor that a table of copies could not read, of which `taker` was given."""
+    if local.layout is not torch.strided or local.is_nested:
+        check_strided(taker, local)
+    if has_memory(local) and local.numel() and not local.data_ptr():
+        raise LocalTensorError(
+            f"{taker} got a tensor of {tuple(local.shape)} {local.dtype} at address 0, whose storage is empty, as "
+            "after resize_(0); allowed is one that holds its values"
+        )
+
+
 def check_address(local: torch.Tensor, spec: DTensorSpec) -> None:
     """Raises LocalTensorError where a tensor has elements and no address to read them from."""
     # A plain tensor has memory: asked for here, as a call takes longer than the answer.
@@ -262,15 +241,6 @@ def check_address(local: torch.Tensor, spec: DTensorSpec) -> None:
             f"{tuple(local.shape)} {local.dtype} at address 0, {why}; allowed is a plain tensor that holds its values: "
             "x.to_local() of a distributed one"
         )
-
-
-def refuse_redistribution(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:
-    """Lets the ranks that wait for this one, if any do, know that this rank will not come."""
-    if source.coordinate is None and target.coordinate is None:
-        return
-    whole, carriers = exchanging_ranks(source, target)
-    for ranks in carriers:
-        carrier(ranks, whole, source.mesh.device_type).refuse(error)
 
 
 def run_step(

@@ -18,6 +18,7 @@ from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.planning.plan import Step
 from tritondt.planning.storage import rank_blocks
 from tritondt.redistribution.compiled_step import CompiledStep, Side, Start, compiled_step
+from tritondt.redistribution.refusals import refuse_on
 from tritondt.redistribution.run import check_address
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.spec import DTensorSpec
@@ -63,7 +64,7 @@ def _check_or_refuse(local: torch.Tensor, target: DTensorSpec) -> None:
     try:
         check_address(local, target)
     except LocalTensorError as error:
-        world.current().communicator(target.mesh.ranks, target.mesh.device_type).refuse(error)
+        refuse_on(target.mesh, error)
         raise
 
 

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
-from tritondt.comm import world
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import PropagationError
 from tritondt.redistribution.agreement import lengths_on_all
+from tritondt.redistribution.refusals import refusing_next
+from tritondt.redistribution.run import check_memory
 from tritondt.sharded.agreement import ShardingMismatchError
 from tritondt.sharded.registries import Function, check_group, name_of, tensors_among
 from tritondt.sharded.tensor import ShardedTensor
@@ -110,13 +111,15 @@ def embedding(types: Any, args: Any, kwargs: Any, process_group: Any) -> torch.T
     """
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     found = dict(zip(names, args, strict=False)) | kwargs
-    _refuse_options("embedding", found)
     weight = _chunked(F.embedding, found["weight"])
-    indices = found["input"]
+    indices, mesh = found["input"], weight._spec.mesh
+    with refusing_next(mesh):
+        _refuse_options("embedding", found)
+        _check_indices("embedding", indices)
     if isinstance(indices, ShardedTensor):
         rows = indices.to_dtensor()
     else:
-        rows = _rows_of_all(F.embedding, indices if indices.dim() else indices[None], weight._spec.mesh)
+        rows = _rows_of_all(F.embedding, indices if indices.dim() else indices[None], mesh)
     looked_up: Any = F.embedding(rows.redistribute(placements=[Replicate()]), weight, found.get("padding_idx"))
     own: torch.Tensor = looked_up.redistribute(placements=rows.placements).to_local()
     return own if isinstance(indices, ShardedTensor) or indices.dim() else own[0]
@@ -130,9 +133,10 @@ def embedding_bag(types: Any, args: Any, kwargs: Any, process_group: Any) -> tor
     offsets that do not go with the input.
     """
     found = dict(zip(_BAG_NAMES, args, strict=False)) | kwargs
-    _refuse_options("embedding_bag", found)
     indices, weight, offsets = found["input"], found["weight"], found.get("offsets")
-    _check_bags(indices, offsets, _chunked(F.embedding_bag, weight)._spec.mesh)
+    with refusing_next(_chunked(F.embedding_bag, weight)._spec.mesh):
+        _refuse_options("embedding_bag", found)
+        _check_bags(indices, offsets)
     samples = found.get("per_sample_weights")
     if indices.dim() == 2:
         bags, length = indices.shape
@@ -158,19 +162,25 @@ def embedding_bag(types: Any, args: Any, kwargs: Any, process_group: Any) -> tor
     )
 
 
-def _check_bags(indices: Any, offsets: torch.Tensor | None, mesh: Mesh) -> None:
-    """Refuses an input that is neither rows of bags nor a list of indices with offsets; other ranks hear of it."""
-    is_plain = isinstance(indices, torch.Tensor) and not isinstance(indices, ShardedTensor)
-    if is_plain and indices.dim() == (2 if offsets is None else 1):
+def _check_indices(name: str, indices: Any) -> None:
+    """Refuses what are no indices of rows."""
+    if not isinstance(indices, torch.Tensor) or indices.is_floating_point() or indices.is_complex():
+        dtype = str(getattr(indices, "dtype", type(indices).__name__)).removeprefix("torch.")
+        raise PropagationError(f"{name} with a sharded table got an input of {dtype}; allowed are integers")
+
+
+def _check_bags(indices: Any, offsets: torch.Tensor | None) -> None:
+    """Refuses an input that is neither rows of bags nor a list of indices with offsets."""
+    _check_indices("embedding_bag", indices)
+    is_plain = not isinstance(indices, ShardedTensor)
+    if is_plain and indices.dim() == (2 if offsets is None else 1) and (offsets is None or offsets.dim() == 1):
         return
     kind = f"{'' if is_plain else 'sharded '}{tuple(getattr(indices, 'shape', ()))}"
-    error = PropagationError(
+    raise PropagationError(
         f"embedding_bag with a sharded table got input {kind} with offsets "
         f"{None if offsets is None else tuple(offsets.shape)}; allowed are plain indices (bags, length) without "
-        "offsets, and a list of indices with them"
+        "offsets, and a list of indices with a list of offsets"
     )
-    world.current().communicator(mesh.ranks, mesh.device_type).refuse(error)
-    raise error
 
 
 def _chunked(func: Function, weight: Any) -> DTensor:
@@ -191,8 +201,9 @@ def _rows_of_all(func: Function, own: Any, mesh: Mesh) -> DTensor:
         return own.to_dtensor()
     if isinstance(own, DTensor):
         return own
-    if func is F.linear and own.dim() == 1:
-        own = own[None]
+    with refusing_next(mesh):
+        check_memory(own, name_of(func))
+        own = (own[None] if func is F.linear and own.dim() == 1 else own).contiguous()
     described = [own.dim(), *own.shape[:_MAX_DIMS], *[0] * (_MAX_DIMS - own.dim())]
     of_ranks = lengths_on_all(mesh, described)
     for rank, found in zip(mesh.ranks, of_ranks, strict=True):
@@ -206,4 +217,4 @@ def _rows_of_all(func: Function, own: Any, mesh: Mesh) -> DTensor:
     # `sizes` are of the mesh's order, whatever the order of its ranks.
     shape = (sum(sizes), *own.shape[1:])
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(own.contiguous(), mesh, [Shard(0, sizes=sizes)], shape=shape, stride=stride)
+    return DTensor.from_local(own, mesh, [Shard(0, sizes=sizes)], shape=shape, stride=stride)

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from tritondt.errors import LayoutError, LocalTensorError, TritondtError
-from tritondt.errors.arguments import checked
+from tritondt.errors import LayoutError, LocalTensorError
+from tritondt.errors.arguments import check_types, checked
 from tritondt.sharded.agreement import ShardingMismatchError, agreed, values_on_all
 from tritondt.sharded.groups import Group, boxes_of, device_type_of, mesh_of, own_device
 from tritondt.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
@@ -100,9 +100,8 @@ def init_from_local_shards(
     >>> run_ranks(2, body)[0].metadata().shards_metadata[1].shard_sizes
     [2, 2]
     """
-    _refuse_rrefs(init_rrefs)
     mesh = mesh_of(process_group)
-    metadata = _metadata_of_all(mesh, local_shards, global_size)
+    metadata = _metadata_of_all(mesh, local_shards, global_size, init_rrefs)
     own = [shard for shard in metadata.shards_metadata if shard.rank == mesh.identity.rank]
     shards = [Shard(given.tensor, place) for given, place in zip(local_shards, own, strict=True)]
     return ShardedTensor._assembled(infer_sharding_spec(metadata), metadata, process_group, shards)
@@ -113,12 +112,16 @@ def _refuse_rrefs(init_rrefs: bool) -> None:
         raise NotImplementedError("init_rrefs=True asks for torch.distributed.rpc, which is not used here")
 
 
-def _metadata_of_all(mesh: Mesh, local_shards: Sequence[Shard], global_size: Sequence[Any]) -> ShardedTensorMetadata:
+def _metadata_of_all(
+    mesh: Mesh, local_shards: Sequence[Shard], global_size: Sequence[Any], init_rrefs: bool
+) -> ShardedTensorMetadata:
     """Metadata of all ranks' shards, compared among them."""
     error = None
     try:
+        _refuse_rrefs(init_rrefs)
+        check_types(init_from_local_shards, local_shards=local_shards)
         own = _described(local_shards, global_size, mesh)
-    except (TritondtError, TypeError) as refused:
+    except Exception as refused:  # noqa: BLE001  raised when the others know
         own, error = {"refused": str(refused)}, refused
     found = dict(zip(mesh.ranks, values_on_all(mesh, own), strict=True))
     if error is not None:

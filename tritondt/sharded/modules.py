@@ -7,6 +7,8 @@ from torch import nn
 
 from tritondt.errors import ArgumentError
 from tritondt.errors.arguments import checked
+from tritondt.redistribution.agreement import check_agreed
+from tritondt.redistribution.refusals import refusing_next
 from tritondt.sharded.agreement import agreed
 from tritondt.sharded.construct import shard_tensor
 from tritondt.sharded.groups import Group, mesh_of
@@ -85,14 +87,18 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
         parts = (plan.plan, plan.output_plan, plan.return_local_tensor)
         return f"a plan for {' and '.join(str(sorted(part or ())) for part in parts)}, src_rank={src_rank}", None
 
-    agreed(mesh_of(process_group), "shard_module", prepare)
+    mesh = mesh_of(process_group)
+    agreed(mesh, "shard_module", prepare)
     for name, found in plan.plan.items():
         path, _, last = name.rpartition(".")
         parent = module.get_submodule(path)
         if isinstance(found, Sharder):
-            setattr(parent, last, found.shard(module.get_submodule(name)))
+            with refusing_next(mesh):
+                setattr(parent, last, found.shard(module.get_submodule(name)))
         else:
             shard_parameter(parent, last, found, src_rank, process_group)
+    if any(isinstance(found, Sharder) for found in plan.plan.values()):  # one may have raised on one rank
+        check_agreed(mesh, "shard_module", "Sharders that are through")
     for name, spec in (plan.output_plan or {}).items():
         reshard_output(module.get_submodule(name), spec)
     for name in plan.return_local_tensor or ():

@@ -15,6 +15,7 @@ from tritondt.planning.box_exchange import Boxes, exchange_boxes
 from tritondt.planning.exchange import renumber_peers
 from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.planning.storage import Block
+from tritondt.redistribution.refusals import refuse_on
 from tritondt.sharding.intervals import Box
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.strides import dense_strides
@@ -91,7 +92,7 @@ def _check_or_refuse(movement: Movement, sources: Sequence[torch.Tensor]) -> Non
             f"rank {mesh.identity.rank} holds shards of sizes {own}, {str(movement.dtype)[6:]}, on {mesh.device_type}; "
             f"found {kinds}; a shard's tensor is replaced by one of the same size and dtype, that has memory"
         )
-        world.current().communicator(mesh.ranks, mesh.device_type).refuse(error)
+        refuse_on(mesh, error)
         raise error
 
 

@@ -10,9 +10,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LocalTensorError
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import check_types, checked
 from tritondt.parallel.context.sequence_cut import AttentionParts, SequenceCut, axis_mesh, whole_order
-from tritondt.redistribution.run import refusing
+from tritondt.redistribution.refusals import refusing
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Partial, Replicate, Shard
 
@@ -104,14 +104,16 @@ def context_parallel_flex_attention(
     cut = SequenceCut(length, mesh.shape[0], balanced)
     key_cut = cut if key_length is None else SequenceCut(key_length, mesh.shape[0], balanced)
     with refusing(mesh):
-        AttentionParts(query, key, value, cut, key_cut).check("context_parallel_flex_attention", rank)
+        AttentionParts(query, key, value, cut, key_cut).check(context_parallel_flex_attention, rank)
+        check_types(context_parallel_flex_attention, score_mod=score_mod, block_mask=block_mask)
         if block_mask is not None and block_mask.shape[-2:] != (cut.sizes[rank], key_cut.length):
             raise LocalTensorError(
                 f"context_parallel_flex_attention got a block mask of {block_mask.shape[-2:]} queries and keys on rank "
                 f"{rank} of the mesh, which has {cut.sizes[rank]} queries of {key_cut.length} keys; "
                 "context_parallel_block_mask makes it"
             )
-    keys, values = _gathered(torch.cat([key, value], -1), mesh, key_cut).split([key.shape[-1], value.shape[-1]], -1)
+        gathered = _gathered(torch.cat([key, value], -1), mesh, key_cut)
+    keys, values = gathered.split([key.shape[-1], value.shape[-1]], -1)
     if not query.shape[_SEQUENCE]:
         # Keys get the gradient zero here, on this rank like on the others.
         group = query.shape[1] // max(1, key.shape[1])

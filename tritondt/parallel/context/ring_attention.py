@@ -12,12 +12,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt import identity
-from tritondt.comm import world
 from tritondt.comm.work import Work
 from tritondt.errors import PeerError
 from tritondt.errors.arguments import checked
 from tritondt.parallel.context.sequence_cut import AttentionParts, SequenceCut, axis_mesh
-from tritondt.redistribution.run import redistribute_local, redistribute_local_async, refuse_each, refusing
+from tritondt.redistribution.refusals import refuse_on, refusing_next
+from tritondt.redistribution.run import redistribute_local, redistribute_local_async
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
@@ -60,8 +60,8 @@ def ring_attention(
     mesh, rank = axis_mesh(device_mesh, "ring_attention")
     cut = SequenceCut(length, mesh.shape[0], balanced)
     key_cut = cut if key_length is None else SequenceCut(key_length, mesh.shape[0], balanced)
-    with refusing(mesh, mesh.shape[0] - 1 if key_cut.length else 0):
-        AttentionParts(query, key, value, cut, key_cut).check("ring_attention", rank)
+    with refusing_next(mesh, mesh.shape[0] - 1 if key_cut.length else 0):
+        AttentionParts(query, key, value, cut, key_cut).check(ring_attention, rank)
     ring = _Ring(mesh, rank, cut, key_cut, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
     found: torch.Tensor = _RingAttention.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
     return found
@@ -100,7 +100,7 @@ def _await(work: Work, ring: _Ring, num_left: int) -> None:
     try:
         work.wait()
     except PeerError as error:
-        refuse_each([world.current().communicator(ring.mesh.ranks, ring.mesh.device_type)] * num_left, error)
+        refuse_on(ring.mesh, error, num_left)
         raise
 
 

@@ -1,5 +1,6 @@
 """Which positions of a sequence each rank of a context-parallel axis holds, and tensors cut so."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -8,9 +9,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import LocalTensorError, MeshError, check_not_of_torch
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import check_types, checked
 from tritondt.redistribution.autograd import redistribute
-from tritondt.redistribution.run import refusing
+from tritondt.redistribution.refusals import refusing
+from tritondt.redistribution.run import check_memory
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
@@ -100,14 +102,16 @@ def context_parallel_unshard(
     [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
     """
     mesh, rank = axis_mesh(device_mesh, "context_parallel_unshard")
-    _check_dim("context_parallel_unshard", local, dim)
-    cut, dim = SequenceCut(length, mesh.shape[0], balanced), dim % local.ndim
+    cut = SequenceCut(length, mesh.shape[0], balanced)
     with refusing(mesh):
+        check_types(context_parallel_unshard, local=local, dim=dim)
+        _check_dim("context_parallel_unshard", local, dim)
+        dim %= local.ndim
         check_length("local", local, dim, cut, rank)
-    shape = (*local.shape[:dim], length, *local.shape[dim + 1 :])
-    meta = TensorMeta.contiguous(shape, local.dtype)
-    source, target = (DTensorSpec(mesh, [p], meta) for p in (Shard(dim, sizes=cut.sizes), Replicate()))
-    whole = redistribute(local, source, target)
+        shape = (*local.shape[:dim], length, *local.shape[dim + 1 :])
+        meta = TensorMeta.contiguous(shape, local.dtype)
+        source, target = (DTensorSpec(mesh, [p], meta) for p in (Shard(dim, sizes=cut.sizes), Replicate()))
+        whole = redistribute(local, source, target)
     return whole.index_select(dim, whole_order(cut).to(local.device)) if balanced else whole
 
 
@@ -130,10 +134,13 @@ class AttentionParts(NamedTuple):
     cut: SequenceCut
     key_cut: SequenceCut
 
-    def check(self, taker: str, rank: int) -> None:
-        """Refuses tensors that are not the parts of rank `rank`, or do not fit each other."""
+    def check(self, function: Callable[..., object], rank: int) -> None:
+        """Refuses what `function` was given where it is not the parts of rank `rank`, or does not fit each other."""
+        taker = function.__name__
+        check_types(function, query=self.query, key=self.key, value=self.value)
         cuts = {"query": self.cut, "key": self.key_cut, "value": self.key_cut}
         for name, tensor in zip(cuts, self[:3], strict=True):
+            check_memory(tensor, taker)
             if tensor.ndim != 4:
                 raise LocalTensorError(
                     f"{taker} got a {name} of shape {tuple(tensor.shape)}; allowed are 4 dims: batch, heads, "
@@ -146,6 +153,9 @@ class AttentionParts(NamedTuple):
                 f"{taker} got {heads} heads, key {tuple(self.key.shape)} and value {tuple(self.value.shape)}; allowed "
                 "are keys and values of one batch and number of heads that divides the heads"
             )
+        if not self.query.dtype == self.key.dtype == self.value.dtype:
+            dtypes = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in self[:3])
+            raise LocalTensorError(f"{taker} got query, key and value of {dtypes}; allowed is one dtype for all three")
 
 
 def check_length(name: str, local: torch.Tensor, dim: int, cut: SequenceCut, rank: int) -> None:

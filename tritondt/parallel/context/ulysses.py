@@ -9,11 +9,13 @@ from tritondt.dtensor.tensor import DTensor
 from tritondt.errors.arguments import checked
 from tritondt.parallel.context.sequence_cut import AttentionParts, SequenceCut, axis_mesh
 from tritondt.parallel.feature_cut import FeatureCut
-from tritondt.redistribution.run import refusing
+from tritondt.redistribution.refusals import refusing
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
 
 _HEADS, _SEQUENCE = 1, 2
+# All three go in one exchange, however many bytes they are.
+_ANY_BYTES = 1 << 62
 
 
 @checked
@@ -50,19 +52,30 @@ def ulysses_attention(
     mesh, rank = axis_mesh(device_mesh, "ulysses_attention")
     cut = SequenceCut(length, mesh.shape[0])
     key_cut = cut if key_length is None else SequenceCut(key_length, mesh.shape[0])
+    with refusing(mesh, 2):
+        AttentionParts(query, key, value, cut, key_cut).check(ulysses_attention, rank)
+        return _attended((query, key, value), (cut, key_cut, key_cut), mesh, is_causal=is_causal, scale=scale)
+
+
+def _attended(
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cuts: tuple[SequenceCut, SequenceCut, SequenceCut],
+    mesh: Mesh,
+    *,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    query, key, value = parts
     moves = []
-    cuts = (query, cut), (key, key_cut), (value, key_cut)
-    with refusing(mesh):
-        AttentionParts(query, key, value, cut, key_cut).check("ulysses_attention", rank)
     group = max(1, query.shape[_HEADS] // max(1, key.shape[_HEADS]))
-    for (local, part_of), unit in zip(cuts, (group, 1, 1), strict=True):
+    for local, part_of, unit in zip(parts, cuts, (group, 1, 1), strict=True):
         shape = (*local.shape[:_SEQUENCE], part_of.length, local.shape[-1])
         part = DTensor.from_local(
             local, mesh, [Shard(_SEQUENCE)], shape=shape, stride=torch.empty(shape, device="meta").stride()
         )
         by_heads = FeatureCut(unit, balanced=True).shard(_HEADS, local.shape[_HEADS], mesh.shape[0])
         moves.append((part, [by_heads]))
-    queries, keys, values = (x.to_local() for x in redistribute_many(moves))
+    queries, keys, values = (x.to_local() for x in redistribute_many(moves, bucket_bytes=_ANY_BYTES))
     if queries.shape[_HEADS]:
         grouped = queries.shape[_HEADS] != keys.shape[_HEADS]
         found = F.scaled_dot_product_attention(
@@ -70,6 +83,6 @@ def ulysses_attention(
         )
     else:  # no heads are here, and all three still get their gradients, on this rank like on the others
         found = queries @ keys.transpose(-1, -2) @ values
-    shape = (*query.shape[:_SEQUENCE], length, value.shape[-1])
+    shape = (*query.shape[:_SEQUENCE], cuts[0].length, value.shape[-1])
     whole = DTensor.from_local(found, mesh, moves[0][1], shape=shape, stride=torch.empty(shape, device="meta").stride())
     return whole.redistribute(placements=[Shard(_SEQUENCE)]).to_local()

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from tritondt.comm import world
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
 from tritondt.errors.arguments import checked
@@ -18,6 +17,7 @@ from tritondt.parallel.feature_cut import evenly
 from tritondt.parallel.graphs import outside_of_graphs
 from tritondt.parallel.local_run import LocalRun
 from tritondt.parallel.weights import WeightStyle
+from tritondt.redistribution.refusals import refuse_on, refusing_next
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Placement, Replicate, Shard
 
@@ -129,7 +129,8 @@ class _ExpertRun(LocalRun):
 
     def _dispatch(self, module: nn.Module, given: list[Any]) -> list[Any]:
         """Arguments of the forward for this rank's experts."""
-        routed = _routed(module, given, sum(self.sizes))
+        with refusing_next(self.mesh):
+            routed = _routed(module, given, sum(self.sizes))
         beside = beside_of(module)
         if beside is None:
             dispatched = token_dispatch(routed[0], routed[1], self.mesh, sizes=self.sizes)
@@ -177,8 +178,12 @@ class _ExpertRun(LocalRun):
             f"{type(module).__name__} got tokens {tuple(expected.shape)} of {expected.dtype} and gave "
             f"{tuple(output.shape)} of {output.dtype}; allowed are results of the tokens' shape and dtype"
         )
-        world.current().communicator(self.mesh.ranks, self.mesh.device_type).refuse(error)
+        refuse_on(self.mesh, error)
         raise error
+
+    def leave_out(self, module: nn.Module, input_plan: InputPlan, call: Any, error: Exception) -> None:
+        """The others hear why no results of this rank come back."""
+        refuse_on(self.mesh, error)
 
 
 def _routed(module: nn.Module, given: list[Any], num_experts: int) -> list[Any]:

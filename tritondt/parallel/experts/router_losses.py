@@ -1,14 +1,19 @@
 """Losses of routers over the tokens of all ranks, which are no sums of what each rank has."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import LocalTensorError
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import check_types, checked
 from tritondt.parallel.boundary import activation_spec
 from tritondt.redistribution.autograd import redistribute
+from tritondt.redistribution.refusals import refuse_redistribution
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Partial, Replicate
+from tritondt.sharding.spec import DTensorSpec
 
 
 @checked
@@ -30,6 +35,24 @@ def load_balancing_loss(logits: torch.Tensor, indices: torch.Tensor, device_mesh
     >>> run_ranks(2, loss_on)  # each rank's own would be 1.762
     [1.0, 1.0]
     """
+    with _telling(device_mesh, _num_terms(logits)):
+        check_types(load_balancing_loss, logits=logits, indices=indices)
+        terms = _load_terms(logits, indices)
+    num_experts = logits.shape[1]
+    probabilities, chosen, num_tokens = _summed(terms, device_mesh).split([num_experts, num_experts, 1])
+    # A mesh without any token has no loss, not 0 / 0.
+    shares = chosen / chosen.sum().clamp(min=1)
+    loss: torch.Tensor = num_experts * (shares * probabilities).sum() / num_tokens.squeeze(0).clamp(min=1)
+    return loss
+
+
+def _num_terms(logits: object) -> int:
+    """Numbers that are summed for a balance over the experts of some logits, or of what was given for them."""
+    return 2 * logits.shape[-1] + 1 if isinstance(logits, torch.Tensor) and logits.ndim else 1
+
+
+def _load_terms(logits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """This rank's probabilities and choices of every expert, and its number of tokens."""
     _check(logits)
     if indices.ndim != 2 or indices.shape[0] != logits.shape[0] or indices.is_floating_point():
         raise LocalTensorError(
@@ -38,12 +61,12 @@ def load_balancing_loss(logits: torch.Tensor, indices: torch.Tensor, device_mesh
         )
     num_experts = logits.shape[1]
     counts = torch.bincount(indices.flatten(), minlength=num_experts).to(logits.dtype)
-    terms = torch.cat([logits.softmax(-1).sum(0), counts, counts.new_tensor([logits.shape[0]])])
-    probabilities, chosen, num_tokens = _summed(terms, device_mesh).split([num_experts, num_experts, 1])
-    # A mesh without any token has no loss, not 0 / 0.
-    shares = chosen / chosen.sum().clamp(min=1)
-    loss: torch.Tensor = num_experts * (shares * probabilities).sum() / num_tokens.squeeze(0).clamp(min=1)
-    return loss
+    if len(counts) > num_experts:
+        raise LocalTensorError(
+            f"load_balancing_loss got the index {len(counts) - 1} for {num_experts} experts; allowed are "
+            f"0..{num_experts - 1}"
+        )
+    return torch.cat([logits.softmax(-1).sum(0), counts, counts.new_tensor([logits.shape[0]])])
 
 
 @checked
@@ -58,9 +81,12 @@ def router_z_loss(logits: torch.Tensor, device_mesh: "DeviceMesh | Mesh") -> tor
     >>> run_ranks(2, lambda rank: round(router_z_loss(torch.full((rank, 1), 3.0), Mesh((2,))).item(), 3))
     [9.0, 9.0]
     """
-    _check(logits)
-    squares = logits.logsumexp(-1).square().sum()
-    total, num_tokens = _summed(torch.stack([squares, squares.new_tensor(float(logits.shape[0]))]), device_mesh)
+    with _telling(device_mesh, 2):
+        check_types(router_z_loss, logits=logits)
+        _check(logits)
+        squares = logits.logsumexp(-1).square().sum()
+        terms = torch.stack([squares, squares.new_tensor(float(logits.shape[0]))])
+    total, num_tokens = _summed(terms, device_mesh)
     loss: torch.Tensor = total / num_tokens.clamp(min=1)
     return loss
 
@@ -73,8 +99,20 @@ def _check(logits: torch.Tensor) -> None:
         )
 
 
+@contextmanager
+def _telling(device_mesh: "DeviceMesh | Mesh", num_terms: int) -> Iterator[None]:
+    """Context of a rank's terms: the others, who wait for their sum, hear why there are none."""
+    try:
+        yield
+    except Exception as error:
+        refuse_redistribution(*_specs(canonical_mesh(device_mesh), (num_terms,), torch.float32), error)
+        raise
+
+
+def _specs(mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[DTensorSpec, DTensorSpec]:
+    return activation_spec(mesh, Partial(), shape, dtype), activation_spec(mesh, Replicate(), shape, dtype)
+
+
 def _summed(terms: torch.Tensor, device_mesh: "DeviceMesh | Mesh") -> torch.Tensor:
     """Sums over the ranks of a list of numbers; the gradient of a term is that of its sum."""
-    mesh, shape = canonical_mesh(device_mesh), tuple(terms.shape)
-    source, target = (activation_spec(mesh, each, shape, terms.dtype) for each in (Partial(), Replicate()))
-    return redistribute(terms, source, target)
+    return redistribute(terms, *_specs(canonical_mesh(device_mesh), tuple(terms.shape), terms.dtype))

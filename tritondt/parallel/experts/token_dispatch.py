@@ -7,13 +7,13 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tritondt.comm import world
 from tritondt.errors import LocalTensorError, MeshError, check_not_of_torch
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import check_types, checked
 from tritondt.parallel.boundary import activation_spec
 from tritondt.parallel.feature_cut import evenly
+from tritondt.redistribution.refusals import refusing, refusing_next
 from tritondt.redistribution.rows import RowCounts, RowsUnderWay, exchange_rows, issue_rows
-from tritondt.redistribution.run import redistribute_local
+from tritondt.redistribution.run import check_memory, redistribute_local
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Replicate, Shard
 
@@ -103,14 +103,13 @@ def token_dispatch(
     check_not_of_torch(tokens, "token_dispatch")
     if mesh.ndim != 1 or mesh.coordinate is None:
         raise MeshError(f"token_dispatch takes a mesh of one axis and is called on its ranks, got {mesh}")
-    num_ranks = mesh.shape[0]
-    table = _counts_of_all(tokens, num_tokens_per_expert, mesh)
-    sizes = evenly(table.shape[1], num_ranks) if sizes is None else tuple(sizes)
-    if len(sizes) != num_ranks or sum(sizes) != table.shape[1] or min(sizes) < 0:
-        raise LocalTensorError(
-            f"token_dispatch got sizes={sizes} for {table.shape[1]} experts on {num_ranks} ranks; allowed is a number "
-            "of experts for each rank, which sum to all"
-        )
+    with refusing(mesh):
+        given = {"tokens": tokens, "num_tokens_per_expert": num_tokens_per_expert, "sizes": sizes}
+        check_types(token_dispatch, **given)
+        table = _counts_of_all(tokens, num_tokens_per_expert, mesh)
+    with refusing_next(mesh):
+        sizes = _checked_sizes(sizes, table.shape[1], mesh.shape[0])
+        check_memory(tokens, "token_dispatch")
     by_rank = torch.stack([part.sum(1) for part in table.split(list(sizes), 1)], 1)
     counts = RowCounts(tuple(map(tuple, by_rank.tolist())))
     first = sum(sizes[: mesh.coordinate[0]])
@@ -154,19 +153,31 @@ def token_combine(
     >>> run_ranks(2, body)
     [[], [[3.0, 3.0]]]
     """
-    if tokens.shape[0] != dispatched.tokens.shape[0]:
-        error = LocalTensorError(
-            f"token_combine got {tokens.shape[0]} rows on rank {dispatched.mesh.identity.rank}; allowed is one for "
-            f"each of the {dispatched.tokens.shape[0]} tokens that were dispatched to it"
-        )
-        world.current().communicator(dispatched.mesh.ranks, dispatched.mesh.device_type).refuse(error)
-        raise error
+    with refusing_next(dispatched.mesh):
+        check_types(token_combine, tokens=tokens)
+        check_memory(tokens, "token_combine")
+        if not tokens.ndim or tokens.shape[0] != dispatched.tokens.shape[0]:
+            raise LocalTensorError(
+                f"token_combine got tokens of shape {tuple(tokens.shape)} on rank {dispatched.mesh.identity.rank}; "
+                f"allowed is a row for each of the {dispatched.tokens.shape[0]} tokens that were dispatched to it"
+            )
     if dispatched.orders is not None:
         tokens = _Reordered.apply(tokens, *dispatched.orders[::-1])  # type: ignore[no-untyped-call]
     back = dispatched.counts.back()
     if async_op:
         return TokensUnderWay(issue_rows(tokens, back, dispatched.mesh), _as_they_come)
     return exchange_rows(tokens, back, dispatched.mesh)
+
+
+def _checked_sizes(sizes: Sequence[int] | None, num_experts: int, num_ranks: int) -> tuple[int, ...]:
+    """Experts of each rank; LocalTensorError where they are no experts of all ranks."""
+    found = evenly(num_experts, num_ranks) if sizes is None else tuple(sizes)
+    if len(found) != num_ranks or sum(found) != num_experts or min(found) < 0:
+        raise LocalTensorError(
+            f"token_dispatch got sizes={found} for {num_experts} experts on {num_ranks} ranks; allowed is a number "
+            "of experts for each rank, which sum to all"
+        )
+    return found
 
 
 def _as_they_come(rows: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,86 @@
+"""Exchanges in which a rank cannot take part: the ranks that wait for it hear why, and all count them as run.
+
+A rank refuses as many exchanges of a communicator as the others of the call have before them. A rank that hears of one
+refuses those that are left as well, for not every rank has a message of the rank at fault.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch.compiler import is_dynamo_compiling
+
+from tritondt.comm import world
+from tritondt.comm.communicator import Communicator
+from tritondt.errors import PeerError, mark_told, was_told
+from tritondt.redistribution.compile import carrier, exchanging_ranks
+from tritondt.redistribution.compiled_step import CompiledStep
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.spec import DTensorSpec
+
+
+def refuse_each(carriers: Sequence[Communicator], error: Exception) -> None:
+    """Reports why this rank takes no part in the next exchange of each, where that has not failed for good."""
+    for communicator in carriers:
+        if communicator.is_usable:
+            communicator.refuse(error)
+            mark_told(error)
+
+
+def refuse_rest(steps: Sequence[CompiledStep], error: PeerError) -> None:
+    """Takes no part in the exchanges after one that another rank refused, and lets the others know.
+
+    Not every rank had a message of that rank, and those that had none come to the next exchange.
+    """
+    refuse_each([step.communicator for step in steps if step.communicator is not None], error)
+
+
+def refuse_on(mesh: Mesh, error: Exception, num_exchanges: int = 1) -> None:
+    """Reports why this rank takes no part in the next exchanges of all ranks of `mesh`; a rank outside has none."""
+    if mesh.coordinate is not None and len(mesh.ranks) > 1:
+        refuse_each([_carrier(mesh)] * num_exchanges, error)
+
+
+def refuse_redistribution(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:
+    """Lets the ranks that wait for this one, if any do, know that this rank will not come."""
+    if source.coordinate is None and target.coordinate is None:
+        return
+    whole, carriers = exchanging_ranks(source, target)
+    refuse_each([carrier(ranks, whole, source.mesh.device_type) for ranks in carriers], error)
+
+
+@contextmanager
+def refusing(mesh: Mesh, num_exchanges: int = 1) -> Iterator[None]:
+    """Context of `num_exchanges` exchanges of all ranks of `mesh`, and of the local work and checks around them.
+
+    The others hear what is raised in it, or what this rank has heard, in each exchange that it has left out: all ranks
+    have counted as many at the end. The exchanges are not issued to run later.
+    """
+    if mesh.coordinate is None or len(mesh.ranks) == 1 or is_dynamo_compiling():
+        yield
+        return
+    communicator = _carrier(mesh)
+    communicator.drain()
+    last = communicator.sequence + num_exchanges
+    try:
+        yield
+    except Exception as error:
+        refuse_each([communicator] * (last - communicator.sequence), error)
+        raise
+
+
+@contextmanager
+def refusing_next(mesh: Mesh, num_exchanges: int = 1) -> Iterator[None]:
+    """Context of local checks, or of a user's function, before exchanges of all ranks of `mesh`.
+
+    Exchanges in it tell the others of their own errors: only what nobody was told of is refused.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not was_told(error):
+            refuse_on(mesh, error, num_exchanges)
+        raise
+
+
+def _carrier(mesh: Mesh) -> Communicator:
+    return world.current().communicator(mesh.ranks, mesh.device_type)
