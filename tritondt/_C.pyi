@@ -1,10 +1,12 @@
 """Data movement on the CPU and by NCCL, by raw address; and keys of operator calls. See csrc/README.md."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 
+_P = ParamSpec("_P")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _Engine = TypeVar("_Engine", bound=StreamEngine)
 _Outcome = tuple[Literal["done", "pending", "closed", "mismatch", "unexpected", "interrupted", "expired"], int]
 _Calls = Sequence[tuple[str, int, int, int, str, _Op, int]]
@@ -184,6 +186,8 @@ class InFlight:
     sent_bytes: int
     received_bytes: int
     @property
+    def engine(self) -> StreamEngine | None: ...
+    @property
     def text(self) -> str: ...
     @property
     def fingerprint(self) -> int: ...
@@ -213,6 +217,7 @@ class StreamEngine:
     def streams(self) -> Any: ...
     @property
     def stream(self) -> Any: ...
+    sequence: int
     @property
     def is_capturing(self) -> bool: ...
     def __new__(
@@ -226,6 +231,41 @@ class StreamEngine:
     def watch(self, operation: InFlight, /) -> None: ...
     def reap(self, /) -> None: ...
     def under_way(self, /) -> list[InFlight]: ...
+
+class GroupCalls:
+    """The collectives of one rank of a group over NCCL, each one call."""
+
+    num_operations: int
+    timeout_s: float
+    def __init__(self, tensor_classes: tuple[type, ...], profiler: object) -> None: ...
+    def open(
+        self,
+        stream: object,
+        engine: StreamEngine,
+        communicator: NcclCommunicator,
+        recorder: FlightRecorder,
+        label: int,
+        turn: object,
+        work_class: type,
+        token: object,
+        find: Callable[[Any, Any, Any], tuple[object, NcclCalls, str, int, int, int] | None],
+    ) -> None: ...
+    def close(self) -> None: ...
+    def end(self) -> None: ...
+    def forget(self) -> None: ...
+    @property
+    def is_open(self) -> bool: ...
+
+def collective_method(
+    general: Callable[_P, Any],
+    key_of: Callable[..., object],
+    order: Sequence[int],
+    num_arguments: int,
+    has_op: bool,
+    has_root: bool,
+) -> Callable[_P, Any]: ...
+def wait_method(general: _Function) -> _Function: ...
+def record_calls(is_on: bool) -> None: ...
 
 class FlightRecorder:
     """The last operations of one rank, in a ring. A state is a position in STATES; -1 stands for none."""

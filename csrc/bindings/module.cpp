@@ -9,6 +9,7 @@
 
 #include "bindings/arenas.h"
 #include "bindings/call_key.h"
+#include "bindings/collective_calls.h"
 #include "bindings/collectives.h"
 #include "bindings/daemon_threads.h"
 #include "bindings/exchange_program.h"
@@ -207,6 +208,7 @@ PYBIND11_MODULE(_C, module) {
   tritondt::bind_stream_engine(&module);
   tritondt::bind_nccl(&module);
   tritondt::bind_exchange_program(&module);
+  tritondt::bind_collective_calls(&module);
   tritondt::bind_daemon_threads(&module);
   module.def(
       "limit_instructions", &tritondt::limit_instructions, py::arg("name"),

@@ -93,7 +93,7 @@ PyObject* in_flight_new(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/
 template <typename Visit>
 int each_slot(InFlight* self, const Visit& visit) {
   for (PyObject** slot : {&self->event, &self->stream, &self->caller, &self->held, &self->error,
-                          &self->text, &self->messages, &self->late}) {
+                          &self->text, &self->messages, &self->late, &self->engine}) {
     if (const int found = visit(slot); found != 0) return found;
   }
   return 0;
@@ -175,6 +175,7 @@ PyMemberDef in_flight_members[] = {
     MEMBER(T_OBJECT, InFlight, text, READONLY),
     MEMBER(T_OBJECT, InFlight, messages, 0),
     MEMBER(T_OBJECT, InFlight, late, 0),
+    MEMBER(T_OBJECT, InFlight, engine, READONLY),
     MEMBER(T_ULONGLONG, InFlight, fingerprint, READONLY),
     MEMBER(T_LONGLONG, InFlight, sequence, READONLY),
     MEMBER(T_LONGLONG, InFlight, record, READONLY),
@@ -306,28 +307,6 @@ bool follow_in_graph(PyObject* stream, PyObject* other) {
   return event && call(stream, names->wait_event, event.ptr());
 }
 
-// The stream that a call goes into, borrowed; null on a Python error.
-PyObject* begin(StreamEngine* engine, InFlight* operation, bool is_synchronous, PyObject* ready) {
-  PyObject *streams = engine->streams, *own = engine->stream;
-  const int is_capturing = ask(streams, names->is_capturing);
-  if (is_capturing < 0) return nullptr;
-  engine->is_capturing = static_cast<char>(is_capturing);
-  if (has(ready) && is_capturing == 0) {
-    if (!call(own, names->wait_event, ready)) return nullptr;
-    return let_wait(engine, own) ? own : nullptr;
-  }
-  PyObject* caller = PyObject_CallMethodNoArgs(streams, names->current);
-  if (caller == nullptr) return nullptr;
-  std::swap(operation->caller, caller);
-  Py_XDECREF(caller);
-  caller = operation->caller;
-  if (is_capturing != 0) return follow_in_graph(own, caller) ? own : nullptr;
-  if (is_synchronous) return let_wait(engine, caller) ? caller : nullptr;
-  if (!call(streams, names->follow, own, caller)) return nullptr;
-  if (comes_after(engine, caller)) return own;
-  return let_wait(engine, own) ? own : nullptr;
-}
-
 PyObject* engine_begin(PyObject* self, PyObject* const* values, Py_ssize_t count) {
   if (!check_count("StreamEngine.begin", count, 1, 3)) return nullptr;
   StreamEngine* engine = engine_of(self);
@@ -344,15 +323,7 @@ PyObject* engine_end(PyObject* self, PyObject* const* values, Py_ssize_t count) 
   StreamEngine* engine = engine_of(self);
   InFlight* operation = in_flight_of(values[0]);
   if (operation == nullptr) return nullptr;
-  PyObject* event = PyObject_CallMethodObjArgs(engine->streams, names->record, values[1], nullptr);
-  if (event == nullptr) return nullptr;
-  set(&operation->stream, values[1]);
-  set(&operation->event, event);
-  if (engine->is_capturing == 0) {
-    set(&engine->latest, values[1]);
-    set(&engine->end, event);
-  }
-  Py_DECREF(event);
+  if (!end(engine, operation, values[1])) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -360,20 +331,7 @@ PyObject* engine_wait(PyObject* self, PyObject* argument) {
   StreamEngine* engine = engine_of(self);
   InFlight* operation = in_flight_of(argument);
   if (operation == nullptr) return nullptr;
-  const auto waiter =
-      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(engine->streams, names->current));
-  if (!waiter) return nullptr;
-  if (waiter.ptr() != operation->stream) {
-    const auto event = py::reinterpret_steal<py::object>(value_of(operation->event));
-    if (!call(waiter.ptr(), names->wait_event, event.ptr())) return nullptr;
-    if (event.ptr() == engine->end) {
-      set(&engine->waiter, waiter.ptr());
-      set(&engine->waited, event.ptr());
-    }
-  }
-  // Waited for on another stream than the issuer's, what is freed could be written to before it has
-  // been read.
-  if (waiter.ptr() == operation->caller) Py_CLEAR(operation->held);
+  if (!wait_for(engine, operation)) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -449,6 +407,7 @@ PyMemberDef engine_members[] = {
     MEMBER(T_OBJECT, StreamEngine, target, 0),
     MEMBER(T_OBJECT, StreamEngine, passed, 0),
     MEMBER(T_OBJECT, StreamEngine, on_late, 0),
+    MEMBER(T_LONGLONG, StreamEngine, sequence, 0),
     MEMBER(T_BOOL, StreamEngine, is_capturing, READONLY),
     {},
 };
@@ -529,6 +488,64 @@ bool watch(StreamEngine* engine, InFlight* operation) {
   Py_INCREF(operation);
   engine->under_way->push_back(operation);
   return true;
+}
+
+PyObject* begin(StreamEngine* engine, InFlight* operation, bool is_synchronous, PyObject* ready) {
+  PyObject *streams = engine->streams, *own = engine->stream;
+  const int is_capturing = ask(streams, names->is_capturing);
+  if (is_capturing < 0) return nullptr;
+  engine->is_capturing = static_cast<char>(is_capturing);
+  if (has(ready) && is_capturing == 0) {
+    if (!call(own, names->wait_event, ready)) return nullptr;
+    return let_wait(engine, own) ? own : nullptr;
+  }
+  PyObject* caller = PyObject_CallMethodNoArgs(streams, names->current);
+  if (caller == nullptr) return nullptr;
+  std::swap(operation->caller, caller);
+  Py_XDECREF(caller);
+  caller = operation->caller;
+  if (is_capturing != 0) return follow_in_graph(own, caller) ? own : nullptr;
+  if (is_synchronous) return let_wait(engine, caller) ? caller : nullptr;
+  if (!call(streams, names->follow, own, caller)) return nullptr;
+  if (comes_after(engine, caller)) return own;
+  return let_wait(engine, own) ? own : nullptr;
+}
+
+bool end(StreamEngine* engine, InFlight* operation, PyObject* stream) {
+  PyObject* event = PyObject_CallMethodObjArgs(engine->streams, names->record, stream, nullptr);
+  if (event == nullptr) return false;
+  set(&operation->engine, reinterpret_cast<PyObject*>(engine));
+  set(&operation->stream, stream);
+  set(&operation->event, event);
+  if (engine->is_capturing == 0) {
+    set(&engine->latest, stream);
+    set(&engine->end, event);
+  }
+  Py_DECREF(event);
+  return true;
+}
+
+bool wait_for(StreamEngine* engine, InFlight* operation) {
+  const auto waiter =
+      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(engine->streams, names->current));
+  if (!waiter) return false;
+  if (waiter.ptr() != operation->stream) {
+    const auto event = py::reinterpret_steal<py::object>(value_of(operation->event));
+    if (!call(waiter.ptr(), names->wait_event, event.ptr())) return false;
+    if (event.ptr() == engine->end) {
+      set(&engine->waiter, waiter.ptr());
+      set(&engine->waited, event.ptr());
+    }
+  }
+  // Waited for on another stream than the issuer's, what is freed could be written to before it has
+  // been read.
+  if (waiter.ptr() == operation->caller) Py_CLEAR(operation->held);
+  return true;
+}
+
+InFlight* as_in_flight(PyObject* object) {
+  return PyObject_TypeCheck(object, in_flight_type) != 0 ? reinterpret_cast<InFlight*>(object)
+                                                         : nullptr;
 }
 
 bool is_stream_engine(PyObject* object) { return PyObject_TypeCheck(object, engine_type) != 0; }

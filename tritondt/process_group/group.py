@@ -43,6 +43,7 @@ class Group(_Base):  # type: ignore[misc]
         self._store, self._num_splits = options.store, 0
         self._own_name, self._own_desc = "", "undefined"
         self._router = Router(options, self._configured_types)
+        self._calls = self._router.calls
         logs.set_up()
         logs.world.info("rank %d: %s made of ranks %s", options.group_rank, self._router.name, self._router.ranks)
         # What C++ asks a group for and does not forward to this class, it asks of these.
@@ -130,7 +131,7 @@ class Group(_Base):  # type: ignore[misc]
         return self._parts[CUDA]
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._router.num_operations
+        return self._calls.num_operations
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: operations are counted from 0 on all ranks."""

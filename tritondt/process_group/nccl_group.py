@@ -1,12 +1,14 @@
 """The part of a process group that is on NCCL: communicators made on first use, by the ranks that take part."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 
+from tritondt._C import GroupCalls, NcclCalls
 from tritondt.comm import world
 from tritondt.comm.process_world import ProcessWorld
 from tritondt.comm.work import again
@@ -15,17 +17,26 @@ from tritondt.process_group.nccl_calls import GroupRank
 from tritondt.process_group.operation import Operation, Request, merged
 from tritondt.process_group.operations import OperationCache
 from tritondt.process_group.stream import CollectiveStream, NcclDevice, P2PStream
-from tritondt.process_group.work import NcclWork
+from tritondt.process_group.work import Asked, NcclWork
 
 
 class NcclGroup:
-    """One rank's part in a process group on NCCL; `ranks` are the group's, as ranks of the world."""
+    """One rank's part in a process group on NCCL; `ranks` are the group's, as ranks of the world.
+
+    `calls` put operations that were asked for before into the stream of all ranks, but for messages.
+    """
 
     def __init__(
-        self, name: str, ranks: tuple[int, ...], group_rank: int, nccl_device: NcclDevice, timeout: timedelta
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        group_rank: int,
+        nccl_device: NcclDevice,
+        timeout: timedelta,
+        calls: GroupCalls | None,
     ) -> None:
         self._name, self._ranks, self._group_rank, self._nccl_device = name, ranks, group_rank, nccl_device
-        self._streams, self.timeout = nccl_device.streams, timeout
+        self._streams, self.timeout, self._calls = nccl_device.streams, timeout, calls
         self._making = threading.Lock()
         self._world: ProcessWorld | None = None
         self._stream: CollectiveStream | None = None
@@ -36,6 +47,19 @@ class NcclGroup:
         self._refused: list[BaseException] = []  # why, before there was a stream
         self._kept: list[str] = []  # names of what its world ends with it
         self.operations = OperationCache(GroupRank(group_rank, len(ranks)), self.device, nccl_device.library)
+        if calls is not None:
+            self.operations.on_clear = calls.forget
+
+    def find(
+        self, key_of: Callable[..., Hashable | None], tensors: Sequence[torch.Tensor], arguments: tuple[Any, ...]
+    ) -> tuple[Asked, NcclCalls, str, int, int, int] | None:
+        """The operation kept for a call, as `GroupCalls` takes it; None where Python has something to do each time."""
+        found = self.operations.kept(key_of(*arguments), tensors)
+        if found is None or found.native is None or found.stagings or found.waits_on_host:
+            return None
+        start, stop, _ = found.results.indices(len(tensors))
+        asked = Asked(found, self._streams, self._note_raised)
+        return asked, found.native, found.text, found.fingerprint, start, stop
 
     @property
     def device(self) -> torch.device:
@@ -59,7 +83,11 @@ class NcclGroup:
         if self._coalesced is not None:
             self._coalesced.append(Request(operation, tensors))
             return None
-        return self._put(operation, tensors, timeout_s, self._stream_of_all(), is_synchronous=is_synchronous)
+        stream = self._stream_of_all()
+        made = self._put(operation, tensors, timeout_s, stream, is_synchronous=is_synchronous)
+        if self._calls is not None and not self._calls.is_open and self._failure is None:
+            stream.open(self._calls, self.find, self._check_usable)
+        return made
 
     def send(
         self, operation: Operation, tensors: Sequence[torch.Tensor], source: int, target: int, timeout_s: float
@@ -89,6 +117,7 @@ class NcclGroup:
 
     def start_coalescing(self) -> None:
         """Holds back the operations that are asked for from now on."""
+        self._close_calls()
         if self._coalesced is not None:
             raise WorldError("coalescing was started within coalescing; end the one before")
         self._coalesced = []
@@ -116,6 +145,10 @@ class NcclGroup:
         if self._failure is not None:
             self._check_usable(operation.text)  # at once: nobody need wait for the work to hear of it
         return work
+
+    def _close_calls(self) -> None:
+        if self._calls is not None:
+            self._calls.close()
 
     def _note_raised(self) -> None:
         self._is_raised = True
@@ -183,6 +216,7 @@ class NcclGroup:
 
     def _fail(self, error: BaseException) -> None:
         """Ends the group for what one of its communicators met."""
+        self._close_calls()
         if self._failure is None:
             self._failure = error
         if self._stream is not None:
@@ -198,6 +232,7 @@ class NcclGroup:
     def close(self) -> None:
         """Waits for all that was issued, and ends the group."""
         self._is_ended = True
+        self._close_calls()
         if self._failure is not None:
             return
         if self._stream is not None:

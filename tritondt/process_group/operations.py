@@ -41,6 +41,7 @@ class OperationCache:
     def __init__(self, group_rank: GroupRank, device: torch.device, library: NcclLibrary) -> None:
         self._group_rank, self._device, self._library = group_rank, device, library
         self._kept: dict[Signature, Operation] = {}
+        self.on_clear: Callable[[], object] = self._kept.clear  # where operations are let go of
         self._num_calls = 0
 
     def operation(
@@ -65,6 +66,11 @@ class OperationCache:
             self._keep(signature, found)
         return found
 
+    def kept(self, key: Hashable | None, tensors: Tensors) -> Operation | None:
+        """The operation that is kept for this key and tensors alike, if any."""
+        signature = None if key is None else self._signature(key, tensors)
+        return None if signature is None else self._kept.get(signature)
+
     def _signature(self, key: Hashable, tensors: Tensors) -> Signature | None:
         """A key that no other operation has; None where the tensors have to be looked at again each time."""
         parts, device = [key], self._device
@@ -84,6 +90,7 @@ class OperationCache:
         self._num_calls += len(operation.calls) + 1
         if self._num_calls > MAX_KEPT_CALLS:
             self._kept.clear()
+            self.on_clear()
             self._num_calls = len(operation.calls) + 1
         self._kept[signature] = operation
 

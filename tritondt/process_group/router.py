@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch.autograd import profiler
 
 from tritondt import environment
+from tritondt._C import GroupCalls
 from tritondt.comm import world
 from tritondt.comm.communicator import Role
 from tritondt.comm.daemons import within
+from tritondt.comm.nccl.programs import PLAIN
 from tritondt.comm.store import presence
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
@@ -109,7 +111,8 @@ class Router:
         self.group_rank, self.timeout = GroupRank(rank, size), options.timeout
         self._timeout_s = self.timeout.total_seconds()
         self.ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
-        self.group_id, self.num_operations = options.group_id, 0
+        self.group_id, self.calls = options.group_id, GroupCalls(PLAIN, profiler)
+        self.calls.timeout_s = self._timeout_s
         making = _making_of(options)
         self.name = f"process group {self.group_id}{'' if making == 1 else f', made again ({making})'}"
         self._device_types = device_types
@@ -206,6 +209,7 @@ class Router:
             self.group_rank.rank,
             nccl_devices[device_type](device),
             self.timeout,
+            self.calls if self._agreement is None and not self._nccl_groups else None,
         )
         self._nccl_groups[device_type] = found
         return found
@@ -215,7 +219,7 @@ class Router:
 
         `arguments` are those of torch's call, its options last.
         """
-        self.num_operations += 1
+        self.calls.num_operations += 1
         if not tensors:
             raise WorldError(f"{kind.describe(*arguments)} was given no tensors")
         device = tensors[0].device
@@ -371,6 +375,7 @@ class Router:
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of operations from now on."""
         self.timeout, self._timeout_s = timeout, timeout.total_seconds()
+        self.calls.timeout_s = self._timeout_s
         if self.gloo is not None:
             self.gloo._set_default_timeout(timeout)
         self._cpu_group.timeout = self._mailbox.timeout = timeout
@@ -399,6 +404,7 @@ class Router:
 
     def _end(self) -> None:
         self._is_ended = True
+        self.calls.end()
         self._barrier_client.close()
         if self._store_client is not None:
             self._store_client.close()

@@ -6,11 +6,11 @@ waits.
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from tritondt._C import NcclLibrary
+from tritondt._C import GroupCalls, NcclLibrary
 from tritondt.comm.daemons import start_daemon
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING
@@ -26,6 +26,9 @@ from tritondt.process_group.work import NcclWork
 
 _LIMIT = "the process group's"
 _MUST = "call the same operations with the same sizes in the same order"
+
+
+def _do_nothing() -> None: ...
 
 
 class NcclDevice(NamedTuple):
@@ -51,18 +54,18 @@ class CollectiveStream:
         policy = TimeoutPolicy(_LIMIT, _MUST, others)
         self.engine = StreamEngine(nccl_device.streams, self._recorder)
         self._monitored = MonitoredNccl(context, nccl_device.library, self.engine, on_failure, policy)
-        self.sequence = 0
-        self._turn = threading.Lock()
+        self.on_unusual: Callable[[], object] = _do_nothing  # told where an operation is not to go by the shortest way
+        self.turn = threading.Lock()
 
     def put(self, work: NcclWork, tensors: Sequence[torch.Tensor]) -> None:
         """Puts an operation into the stream, on these tensors; what goes wrong is its work's error."""
-        with self._turn:
+        with self.turn:
             try:
                 self._put(work, tensors)
             except PeerError as error:
                 work.fail(error)
             finally:
-                work.was_put(self.engine)
+                work.was_put()
 
     def _put(self, work: NcclWork, tensors: Sequence[torch.Tensor]) -> None:
         monitored, engine, operation = self._monitored, self.engine, work.in_flight
@@ -77,11 +80,11 @@ class CollectiveStream:
             self._call(work.operation, tensors, stream)
         else:
             # Numbered, for recorder and watch.
-            self.sequence += 1
+            engine.sequence += 1
             recorder, kind = self._recorder, work.operation
             label = recorder.label(kind.text)
-            entry = recorder.begin(self._label, self.sequence, label, kind.fingerprint, operation.site, EXCHANGING)
-            operation.begin(self.sequence, entry)
+            entry = recorder.begin(self._label, engine.sequence, label, kind.fingerprint, operation.site, EXCHANGING)
+            operation.begin(engine.sequence, entry)
             engine.watch(operation)
             try:
                 self._call(work.operation, tensors, stream)
@@ -89,6 +92,30 @@ class CollectiveStream:
                 monitored.break_off(operation, error, "run")
                 raise
         engine.end(operation, stream)
+
+    def open(
+        self, calls: GroupCalls, find: Callable[[Any, Any, Any], Any], check_usable: Callable[[str], None]
+    ) -> None:
+        """Lets `calls` put operations into the stream that `find` knows, while nothing unusual happens."""
+        if self._monitored.failure is not None or self._monitored.refusals.open:
+            return
+        self.check_usable, self.on_unusual = check_usable, calls.close
+        token = torch.empty(0, device=self._streams.device)
+        native, recorder = self._monitored.native, self._recorder
+        calls.open(self, self.engine, native, recorder, self._label, self.turn, NcclWork, token, find)
+
+    def note_captured(self) -> None:
+        """Notes that an operation was captured into a CUDA graph."""
+        self._monitored.num_captured += 1
+
+    def break_off(self, work: NcclWork, error: BaseException) -> None:
+        """Ends everything for what was raised while an operation was put into the stream by one call."""
+        try:
+            self._monitored.break_off(work.in_flight, error, "run")
+        except PeerError as told:
+            work.fail(told)
+            return
+        raise error
 
     def _call(self, operation: Operation, tensors: Sequence[torch.Tensor], stream: Stream) -> None:
         """Gives an operation's calls to NCCL, between the copies that they need."""
@@ -137,12 +164,14 @@ class CollectiveStream:
 
     def refuse(self, error: BaseException) -> None:
         """Tells the others that this rank takes no part in the next operation, and why; it counts as run."""
-        with self._turn:
-            self.sequence += 1
-            self._monitored.refuse(self.sequence, error)
+        self.on_unusual()
+        with self.turn:
+            self.engine.sequence += 1
+            self._monitored.refuse(self.engine.sequence, error)
 
     def fail(self, error: BaseException) -> None:
         """Ends what is under way, with this error, and aborts the communicator."""
+        self.on_unusual()
         self._monitored.fail(error)
 
     def abort(self) -> None:
@@ -151,13 +180,15 @@ class CollectiveStream:
 
     def end_with_process(self, limit_s: float) -> None:
         """Leaves NCCL to the end of the process when the stream is through; aborts what is not within `limit_s`."""
+        self.on_unusual()
         if not self._monitored.leave(limit_s):
             self.abort()
 
     def close(self) -> None:
         """Waits for all that was issued, and ends the communicator."""
+        self.on_unusual()
         self.engine.synchronize()
-        with self._turn:
+        with self.turn:
             self._monitored.close(WorldError(f"{self._context.name} was closed"))
 
 

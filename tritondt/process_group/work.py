@@ -4,12 +4,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import Work
 
-from tritondt.comm.nccl.stream_engine import InFlight, StreamEngine
+from tritondt._C import InFlight, wait_method
 from tritondt.comm.nccl.streams import Event, Streams
 from tritondt.comm.work import again
 from tritondt.errors import PeerError
@@ -20,17 +20,29 @@ _NO_TIMEOUT = timedelta(0)  # as torch says it
 _PAUSE_S = 0.0005
 
 
+class Asked(NamedTuple):
+    """An operation, the streams of the device that it runs on, and who is told when its error was raised."""
+
+    operation: Operation
+    streams: Streams
+    on_raised: Callable[[], None]
+
+
 class NcclWork(Work):
     """An operation in a stream: waiting for it lets the calling thread's current stream wait, and not the host.
 
     It keeps what it writes for whoever asks for its result; `in_flight` keeps what it reads until somebody has waited
     for it or it has run, so that the allocator needs not be told. `ready` is what the stream waits for where that is
-    not the caller's stream as it is.
+    not the caller's stream as it is. The extension makes it without `__init__`.
     """
+
+    __slots__ = ("__dict__", "_asked", "_results", "in_flight")
+    _asked: Asked
+    _results: Sequence[torch.Tensor]
+    in_flight: InFlight
 
     ready: Event | None = None
     is_synchronous = False  # whether the caller waits at once: it goes into the caller's stream
-    _engine: StreamEngine | None = None  # whose stream it is in
     _issued: threading.Event | None = None  # where the operation may have to wait for its stream
 
     def __init__(
@@ -43,17 +55,22 @@ class NcclWork(Work):
         timeout_s: float,
     ) -> None:
         super().__init__()
-        self.operation, self._streams, self._on_raised = operation, streams, on_raised
+        self._asked = Asked(operation, streams, on_raised)
         self.in_flight = InFlight(operation.text, operation.fingerprint, site, timeout_s, tensors)
         self._results = tensors[operation.results]
 
+    @property
+    def operation(self) -> Operation:
+        """What runs."""
+        return self._asked.operation
+
     def defer(self) -> None:
         """Notes that there is no stream yet; another thread will say when the operation is in one, or why not."""
-        self.ready, self._issued = self._streams.record(self._streams.current()), threading.Event()
+        streams = self._asked.streams
+        self.ready, self._issued = streams.record(streams.current()), threading.Event()
 
-    def was_put(self, engine: StreamEngine) -> None:
-        """Notes that the operation is in a stream of `engine`, or has failed before."""
-        self._engine = engine
+    def was_put(self) -> None:
+        """Notes that the operation is in a stream, or has failed before."""
         if self._issued is not None:
             self._issued.set()
 
@@ -75,6 +92,7 @@ class NcclWork(Work):
         """The operation's error; None where it has none, or is under way."""
         return self.in_flight.error
 
+    @wait_method
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Lets the current stream wait; with a timeout, or for a barrier, the host.
 
@@ -87,10 +105,10 @@ class NcclWork(Work):
         if operation.event is not None:
             if limit_s is not None or self.operation.waits_on_host:
                 self._wait_on_host(limit_s)
-            assert self._engine is not None, "an operation in a stream has an engine"
-            self._engine.wait(operation)
+            assert operation.engine is not None, "an operation in a stream has an engine"
+            operation.engine.wait(operation)
         if operation.error is not None:
-            self._on_raised()
+            self._asked.on_raised()
             raise again(operation.error) from operation.error
         return True
 
@@ -129,7 +147,7 @@ class NcclWork(Work):
             made: torch.futures.Future[Any] = torch.futures.Future()
             fail(made, self._results, operation.error)
             return made
-        return self._streams.future(operation.stream, self._results, self.exception)
+        return self._asked.streams.future(operation.stream, self._results, self.exception)
 
     def _source_rank(self) -> int:
         return self.operation.source

@@ -284,7 +284,7 @@ def test_a_collective_holds_what_it_reads_alike(waiter: str) -> None:
     del source
     engine = StreamEngine(passing)
     engine.end(work.in_flight, engine.begin(work.in_flight))
-    work.was_put(engine)
+    work.was_put()
     if waiter == "other":
         passing.stream = SimpleNamespace(wait_event=lambda event: None)
     work.wait()

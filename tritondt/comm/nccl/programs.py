@@ -21,7 +21,7 @@ from tritondt.planning.alignment import Alignment
 from tritondt.planning.storage import Block
 
 # Classes of tensors whose memory holds their values.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 _Launch = tuple[Callable[..., object], str, str]
 
 
@@ -58,7 +58,7 @@ def exchange_program(
 ) -> StreamProgram | None:
     """A plan, for which `has_program`, as a program for tensors alike; None where their fields are not to be had."""
     launch = None if issuer.launch is run_at_once else issuer.launch
-    made = ExchangeProgram(issuer.engine, issuer.native, record.recorder, _PLAIN, launch)
+    made = ExchangeProgram(issuer.engine, issuer.native, record.recorder, PLAIN, launch)
     if not made.set_tensors(sources, targets, issuer.alignment.in_place):
         return None
     made.set_operation(record.text, record.fingerprint, issuer.label, record.label)

@@ -18,6 +18,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tritondt._C import record_calls
 from tritondt.comm import world
 from tritondt.comm.communicator import Transfer
 from tritondt.comm.packing.messages import MessageBuffers
@@ -78,6 +79,8 @@ class Recording:
         for work in (c10d.Work, NcclWork):
             self._replace(work, "wait", self._wait_of(work.wait))
         self._undo.append(register_optimizer_step_post_hook(self._after_optimizer).remove)
+        record_calls(True)
+        self._undo.append(lambda: record_calls(False))
         _active.append(self)
 
     def end(self) -> None:
