@@ -33,8 +33,10 @@ def test_random_collectives(tmp_path: Path, counts: tuple[int, ...]) -> None:
     assert found == dict.fromkeys(range(sum(counts)), "SocketCommunicator")
 
 
-def test_random_collectives_where_ranks_of_a_host_use_sockets(tmp_path: Path) -> None:
-    assert len(run(tmp_path, "random", 1, (2, 2), TRITONDT_TRANSPORT="sockets")) == 4
+@pytest.mark.parametrize("setting", ["TRITONDT_TRANSPORT=sockets", "TRITONDT_DEBUG=1"])
+def test_random_collectives_over_sockets_inside_hosts_and_compared(tmp_path: Path, setting: str) -> None:
+    name, value = setting.split("=")
+    assert len(run(tmp_path, "random", 1, (2, 2), **{name: value})) == 4
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (1, 2, 3)])
