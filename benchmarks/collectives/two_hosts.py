@@ -3,7 +3,8 @@
     python -m benchmarks.collectives.two_hosts --ranks-per-host 2 --seconds 60 --json results.json
 
 Both groups are of the same processes; calls take turns, and each rank's time is from the barrier before it to its own
-return, of which the slowest rank's counts. A ratio is of medians, ours over Gloo's.
+return, of which the slowest rank's counts. A ratio is of medians, ours over Gloo's. Bytes are those that the first host
+sends and receives over the link in a call, headers and the barriers around it included.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import tritondt as T
+from tests.harness.pairs_on_hosts import moved_on_wire
 from tests.harness.two_hosts import ADDRESSES, run_on_two_hosts
 
 SIZES = (4 << 10, 256 << 10, 4 << 20)  # bytes of a rank's tensor
@@ -54,22 +56,39 @@ def measure(seconds: float) -> list[dict[str, Any]]:
     cases = [(num_bytes, name, run) for num_bytes in SIZES for name, run in calls(num_bytes, rank, size).items()]
     for num_bytes, name, run in cases:
         times: dict[str, list[float]] = {"tritondt": [], "gloo": []}
+        moved: dict[str, list[int]] = {"tritondt": [], "gloo": []}
         groups = {"tritondt": dist.group.WORLD, "gloo": over_gloo}
         end, going = time.monotonic() + seconds / len(cases), torch.ones(1)
         while len(times["gloo"]) < 4 or float(going) == 1.0:
             for kind, group in groups.items():
                 dist.barrier(over_gloo)
+                before = moved_on_wire()
+                dist.barrier(over_gloo)
                 began = time.monotonic()
                 run(group)
                 taken = torch.tensor(time.monotonic() - began, dtype=torch.float64)
+                dist.barrier(over_gloo)
+                moved[kind].append(moved_on_wire() - before)
                 dist.all_reduce(taken, dist.ReduceOp.MAX, over_gloo)
                 times[kind].append(float(taken) * 1e6)
             going.fill_(float(time.monotonic() < end))
             dist.broadcast(going, 0, group=over_gloo)
         medians = {kind: statistics.median(of_kind[1:]) for kind, of_kind in times.items()}
-        ratio = medians["tritondt"] / medians["gloo"]
-        found.append({"collective": name, "bytes": num_bytes, "rounds": len(times["gloo"]), "ratio": ratio, **medians})
+        on_wire = {kind: statistics.median(of_kind[1:]) for kind, of_kind in moved.items()}
+        ratios = {"ratio": _ratio(medians), "ratio_of_bytes": _ratio(on_wire)}
+        rounds = len(times["gloo"])
+        found.append(
+            {"collective": name, "bytes": num_bytes, "rounds": rounds, **ratios, **medians, "on_wire": on_wire}
+        )
     return found
+
+
+def _ratio(found: dict[str, float]) -> float:
+    return found["tritondt"] / found["gloo"]
+
+
+def _geomean(ratios: list[float]) -> float:
+    return math.exp(statistics.mean(map(math.log, ratios)))
 
 
 def run_host(seconds: float, count: int) -> None:
@@ -116,13 +135,25 @@ def main() -> None:
     found = json.loads(next(line for line in outputs[0].splitlines() if line.startswith("[{")))
     for each in found:
         took = f"{each['tritondt']:9.0f} us, Gloo {each['gloo']:9.0f} us, {each['ratio']:.2f}"
-        sys.stdout.write(f"{each['collective']:24} {each['bytes']:>8} bytes: {took}\n")
-    geomean = math.exp(statistics.mean(math.log(each["ratio"]) for each in found))
-    sys.stdout.write(f"geomean of {len(found)} ratios: {geomean:.3f}, load {os.getloadavg()[0]:.0f}\n")
+        on_wire = each["on_wire"]
+        moved = (
+            f"{on_wire['tritondt']:9.0f} bytes on the link, Gloo {on_wire['gloo']:9.0f}, {each['ratio_of_bytes']:.2f}"
+        )
+        sys.stdout.write(f"{each['collective']:24} {each['bytes']:>8} bytes: {took}; {moved}\n")
+    geomean = _geomean([each["ratio"] for each in found])
+    large = [each["ratio_of_bytes"] for each in found if each["bytes"] == SIZES[-1]]
+    sys.stdout.write(f"geomean of {len(found)} ratios: {geomean:.3f}, load {os.getloadavg()[0]:.0f}; ")
+    sys.stdout.write(f"of bytes of {SIZES[-1]}: {_geomean(large):.3f}\n")
     if arguments.json is not None:
         load, version = os.getloadavg()[0], torch.__version__
         machine = {"cores": os.cpu_count(), "load": load, "torch": version}
-        result = {"machine": machine, "ranks_per_host": arguments.ranks_per_host, "geomean": geomean, "cases": found}
+        result = {
+            "machine": machine,
+            "ranks_per_host": arguments.ranks_per_host,
+            "geomean": geomean,
+            "geomean_of_bytes": _geomean(large),
+            "cases": found,
+        }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -78,11 +78,20 @@ def redistributed(pair: Pair) -> str:
 
 def sent_on_wire() -> int:
     """Bytes that this host has sent over the link."""
+    return _on_wire()[1]
+
+
+def moved_on_wire() -> int:
+    """Bytes that this host has received and sent over the link."""
+    return sum(_on_wire())
+
+
+def _on_wire() -> tuple[int, int]:
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "wire":
-            return int(counters.split()[8])
-    return 0
+            return int(counters.split()[0]), int(counters.split()[8])
+    return 0, 0
 
 
 def run_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The program of a test on two hosts: ranks of the backend, forked once torch is imported, run what is named.
+"""The program of a test on several hosts: ranks of the backend, forked once torch is imported, run what is named.
 
-COUNT ranks on each host; each writes one line of JSON with its number, and what it has found.
+COUNTS says how many ranks each host has ("3,5"); each writes one line of JSON with its number, and what it has found.
 """
 
 import json
@@ -10,33 +10,37 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import tritondt as T
+from tests.harness.pairs_on_hosts import sent_on_wire
 from tests.harness.two_hosts import ADDRESSES
 from tests.process_group import random_collectives
 
 
-def random(count: int) -> str:
+def random(seed: int) -> str:
     """Random collectives on all ranks, and on a group that lies across the hosts in an order of its own."""
     rank, size = dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
-    random_collectives.run(dist.group.WORLD, 5, 12)
+    random_collectives.run(dist.group.WORLD, seed, 12)
     across = [0, size - 1, size // 2]
     group: Any = dist.new_group(sorted(across))
     if rank in across:
-        random_collectives.run(group, 6, 12)
+        random_collectives.run(group, seed + 1, 12)
+    turned: Any = dist.new_group([size - 1, *range(size - 1)], sort_ranks=False)
+    random_collectives.run(turned, seed + 2, 6)
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, {"rank": rank})
     assert gathered == [{"rank": place} for place in range(size)]
     dist.barrier()
-    return type(dist.group.WORLD._router._cpu_group._communicator).__name__  # type: ignore[attr-defined]
+    return type(dist.group.WORLD._router._cpu_group._levels.whole).__name__  # type: ignore[attr-defined]
 
 
-def same_bits(count: int) -> str:
+def same_bits(how: int) -> str:
     """A digest of a sum of terms that any order gives other bits."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     term = torch.randn(300_007, generator=generator) * 10.0 ** torch.randint(-6, 6, (300_007,), generator=generator)
@@ -66,7 +70,94 @@ def lose(how: int) -> str:
     return "no error"
 
 
-BODIES: dict[str, Callable[[int], str]] = {"random": random, "same_bits": same_bits, "lose": lose}
+def refused(how: int) -> list[str]:
+    """Errors where one rank alone asks for too short an output, and a sum that follows."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    told = []
+    for culprit in (size - 1, 0):
+        lists = [torch.ones(40_000) for _ in range(size)]
+        calls: list[Callable[[], Any]] = [
+            partial(dist.all_reduce, torch.ones(300_000)),
+            partial(dist.all_gather, lists, torch.ones(40_000)),
+            partial(dist.reduce_scatter, torch.ones(40_000), lists),
+        ]
+        for number, call in enumerate(calls):
+            try:
+                if rank == culprit:
+                    dist.all_gather_into_tensor(torch.ones(7), torch.ones(3))
+                else:
+                    call()
+                told.append("no error")
+            except T.TritondtError as error:
+                told.append(f"{type(error).__name__}: {error}")
+            total = torch.full((200_000,), float(rank + number))
+            dist.all_reduce(total)
+            assert bool((total == size * (size - 1) // 2 + size * number).all())
+    return told
+
+
+def disagree(how: int) -> list[str]:
+    """The error where the last rank's tensor is longer, and the one of what follows; then a sum in a new world."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    told = []
+    for length in (300_000 + (rank == last), 300_000):
+        try:
+            dist.all_reduce(torch.ones(length))
+            told.append("no error")
+        except T.TritondtError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    T.abort()
+    total = torch.ones(200_000)
+    dist.all_reduce(total)
+    assert bool((total == last + 1).all())
+    return told
+
+
+LENGTH = 1 << 18
+CALLS: dict[str, Callable[[int, int], Any]] = {
+    "all_gather": lambda rank, size: dist.all_gather(
+        [torch.empty(LENGTH) for _ in range(size)], torch.full((LENGTH,), float(rank))
+    ),
+    "all_gather_into_tensor": lambda rank, size: dist.all_gather_into_tensor(
+        torch.empty(size * LENGTH), torch.full((LENGTH,), float(rank))
+    ),
+    "reduce_scatter": lambda rank, size: dist.reduce_scatter(
+        torch.empty(LENGTH), [torch.full((LENGTH,), float(rank)) for _ in range(size)]
+    ),
+    "reduce_scatter_tensor": lambda rank, size: dist.reduce_scatter_tensor(
+        torch.empty(LENGTH), torch.full((size * LENGTH,), float(rank))
+    ),
+    "all_reduce": lambda rank, size: dist.all_reduce(torch.full((size * LENGTH,), float(rank))),
+    "broadcast": lambda rank, size: dist.broadcast(torch.full((size * LENGTH,), float(rank)), 0),
+    "reduce": lambda rank, size: dist.reduce(torch.full((size * LENGTH,), float(rank)), 0),
+}
+
+
+def on_wire(how: int) -> dict[str, int]:
+    """Bytes that this host sends over the link in each collective; all ranks of a host know the same."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = {}
+    for name, call in CALLS.items():
+        call(rank, size)
+        dist.barrier()
+        before = sent_on_wire()
+        dist.barrier()
+        call(rank, size)
+        dist.barrier()
+        after = sent_on_wire()
+        dist.barrier()
+        found[name] = after - before
+    return found
+
+
+BODIES: dict[str, Callable[[int], Any]] = {
+    "random": random,
+    "same_bits": same_bits,
+    "lose": lose,
+    "refused": refused,
+    "disagree": disagree,
+    "on_wire": on_wire,
+}
 
 
 def run(name: str, number: int) -> None:
@@ -82,16 +173,16 @@ def run(name: str, number: int) -> None:
 
 def main() -> None:
     """All ranks of this host."""
-    name, number, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    name, number, counts = sys.argv[1], int(sys.argv[2]), [int(count) for count in sys.argv[3].split(",")]
     host = int(os.environ["HOST_NUMBER"])
-    os.environ.update(
-        WORLD_SIZE=str(2 * count), MASTER_ADDR=ADDRESSES[0], MASTER_PORT="29501", LOCAL_WORLD_SIZE=str(count)
-    )
+    os.environ.update(WORLD_SIZE=str(sum(counts)), MASTER_ADDR=ADDRESSES[0], MASTER_PORT="29501")
+    os.environ["LOCAL_WORLD_SIZE"] = str(counts[host])
     children = []
-    for place in range(count):
+    for place in range(counts[host]):
         child = os.fork()
         if child == 0:
-            os.environ["RANK"] = str(host * count + place)
+            os.environ["RANK"] = str(sum(counts[:host]) + place)
+            torch.set_num_threads(1)
             try:
                 run(name, number)
             except BaseException:  # noqa: BLE001  its parent sees how it ends
@@ -99,7 +190,7 @@ def main() -> None:
                 os._exit(1)
             os._exit(0)
         children.append(child)
-    is_lost = name == "lose" and host == 1
+    is_lost = name == "lose" and host == len(counts) - 1
     waited = children[:-1] if is_lost else children
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in waited]
     if is_lost:

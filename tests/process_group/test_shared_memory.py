@@ -17,7 +17,7 @@ from tests.comm.transports.test_reductions import in_order
 from tests.harness.gloo_ranks import GlooRanks
 from tests.harness.nccl_on_host import backend_ranks
 from tests.process_group.collectives import own
-from tritondt.process_group import cpu_group
+from tritondt.process_group import levels
 
 RanksOf = Callable[[str, int], GlooRanks]
 LARGE = 100_003  # float32 of more than 256 KB, which do not divide
@@ -29,7 +29,7 @@ def ranks(ranks_of: RanksOf) -> GlooRanks:
 
 
 def communicator_of(group: Any) -> Any:
-    return group._router._cpu_group._communicator
+    return group._router._cpu_group._levels.whole
 
 
 def count_exchanges(rank: int) -> dict[str, int]:
@@ -321,7 +321,7 @@ def test_a_forked_child_has_none_of_the_connections(ranks: GlooRanks) -> None:
 def share_nothing(rank: int) -> tuple[str, float]:
     group: Any = dist.new_group(backend="tritondt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_group, "share_arenas", lambda *_, **__: None)
+        patch.setattr(levels, "share_arenas", lambda *_, **__: None)
         dist.all_reduce(x := own(rank), group=group)
     carrier = type(communicator_of(group)).__name__
     dist.destroy_process_group(group)

@@ -155,7 +155,7 @@ def run_case(rank: int, name: str) -> list[torch.Tensor]:
         patch.setattr(slots, "_PAST_CACHE_BYTES", 16 << 10)  # so that some results are written past the cache
         group: Any = dist.new_group(backend="tritondt")
         found = CASES[name](group, rank, size)
-    communicator = group._router._cpu_group._communicator
+    communicator = group._router._cpu_group._levels.whole
     assert communicator is not None, "the ranks share no memory"
     assert communicator.traffic.num_sent + communicator.traffic.num_received > 0
     dist.destroy_process_group(group)
@@ -189,7 +189,7 @@ def reduce_lists(rank: int) -> list[str]:
     group: Any = dist.group.WORLD
     dist.all_reduce(own(rank, 4))
     group.allreduce_coalesced([own(rank, 4), own(rank, 8)]).wait()
-    made = [each.transfer for parts in group._router._cpu_group._made.values() for each in parts]
+    made = [each.transfer for program in group._router._cpu_group._made.values() for each in program.parts]
     return [each.description for each in made if each.description.endswith((" of 4 float32", " of 4 + 8 float32"))]
 
 

@@ -28,7 +28,8 @@ class Collective(NamedTuple):
 
     `sends` are of sources, to ranks, and `receives` of targets, from ranks, in their order, this rank's own among them.
     With a `reduction` what all ranks send is reduced in their order, term by term, to one target; else it is copied.
-    Any rank sends at most `most_spans` different spans to others.
+    Any rank sends at most `most_spans` different spans to others. Where it `is_for_all`, every rank has one span at
+    most, which all receive, and knows the lengths of all.
     """
 
     own: int
@@ -37,6 +38,7 @@ class Collective(NamedTuple):
     receives: tuple[PeerSpan, ...]
     most_spans: int = 1
     reduction: Reduction | None = None
+    is_for_all: bool = False
 
     @property
     def leaving(self) -> list[PeerSpan]:
@@ -70,33 +72,65 @@ class Collective(NamedTuple):
         return [span for _, span in self.sends]
 
     @property
+    def result(self) -> Span:
+        """Where this rank has its piece of a reduction whose pieces are the ranks' own."""
+        return self.receives[0][1]
+
+    @property
     def is_of_all(self) -> bool:
         """Whether every rank has the reduction of the same span."""
         return self.root < 0 and len(set(self.pieces)) == 1
 
 
+class Arrival(NamedTuple):
+    """A part of term number `term` that a rank sends: so many bytes, from byte `start` of the span that is reduced."""
+
+    peer: int
+    term: int
+    start: int
+    num_bytes: int
+
+
+class TermExchange(NamedTuple):
+    """One rank's side of an exchange of terms, of which `num_terms` are reduced in their order where they arrive.
+
+    Term number `own` is here, at `source`, and the result goes to `target`; the others' parts are the `arrivals`, one
+    of each rank at most. A rank that reduces nothing has a source of no bytes.
+    """
+
+    sends: tuple[PeerSpan, ...]
+    arrivals: tuple[Arrival, ...]
+    source: Span
+    target: Span
+    own: int
+    num_terms: int
+    reduction: Reduction
+
+
 def all_gather(own: int, size: int, sizes: Sequence[int]) -> Collective:
     """Every rank's tensor, of so many bytes, to a tensor for each."""
-    sends = [(rank, (0, 0, sizes[own])) for rank in range(size) if sizes[own]]
-    return Collective(own, size, tuple(sends), tuple((rank, (rank, 0, num)) for rank, num in enumerate(sizes) if num))
+    sends = tuple((rank, (0, 0, sizes[own])) for rank in range(size) if sizes[own])
+    receives = tuple((rank, (rank, 0, num)) for rank, num in enumerate(sizes) if num)
+    return Collective(own, size, sends, receives, is_for_all=True)
 
 
 def all_gather_into(own: int, size: int, num_bytes: int) -> Collective:
     """Every rank's tensor, end to end, to one."""
     sends = tuple((rank, (0, 0, num_bytes)) for rank in range(size))
-    return Collective(own, size, sends, tuple((rank, (0, rank * num_bytes, num_bytes)) for rank in range(size)))
+    receives = tuple((rank, (0, rank * num_bytes, num_bytes)) for rank in range(size))
+    return Collective(own, size, sends, receives, is_for_all=True)
 
 
 def broadcast(own: int, size: int, num_bytes: int, root: int) -> Collective:
     """The root's tensor, to all; in place.
 
-    >>> broadcast(1, 3, 8, 0)
-    Collective(own=1, size=3, sends=(), receives=((0, (0, 0, 8)),), most_spans=1, reduction=None)
+    >>> broadcast(1, 3, 8, 0)[:4], broadcast(0, 3, 8, 0)[:4]
+    ((1, 3, (), ((0, (0, 0, 8)),)), (0, 3, ((1, (0, 0, 8)), (2, (0, 0, 8))), ()))
     """
     whole = (0, 0, num_bytes)
     if own != root:
-        return Collective(own, size, (), ((root, whole),))
-    return Collective(own, size, tuple((rank, whole) for rank in range(size) if rank != own), ())
+        return Collective(own, size, (), ((root, whole),), is_for_all=True)
+    return Collective(own, size, tuple((rank, whole) for rank in range(size) if rank != own), (), is_for_all=True)
 
 
 def gather(own: int, size: int, num_bytes: int, sizes: Sequence[int], root: int) -> Collective:

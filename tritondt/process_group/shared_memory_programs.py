@@ -42,7 +42,7 @@ def compiled(collective: Collective, members: Members) -> ArenaTransfer:
     if reduction is None:
         return _moves(collective, members)
     if not collective.is_of_all and collective.root < 0:
-        return _piecewise(collective, members, collective.pieces, [(0, 0, collective.pieces[collective.own][2])])
+        return _piecewise(collective, members, collective.pieces, [collective.result])
     num_bytes = collective.pieces[0][2]
     if collective.root >= 0 or num_bytes * (collective.size - 1) <= ONE_SHOT_BYTES:
         return _one_shot(collective, members)

@@ -13,7 +13,7 @@ from tritondt.comm.packing.packed_transfer import PackedTransfer
 from tritondt.kernels.boxes import CopyBox
 from tritondt.kernels.tables import Table, copy_table
 from tritondt.planning.slots import in_lines
-from tritondt.process_group.collective import Collective, PeerSpan, Span, cut, is_short
+from tritondt.process_group.collective import Arrival, Collective, PeerSpan, Span, TermExchange, cut, is_short
 
 
 class Exchange(NamedTuple):
@@ -28,7 +28,7 @@ def compiled(collective: Collective, places: Sequence[int]) -> list[Exchange]:
     if collective.reduction is None:
         return [Exchange(_moved(collective, places))]
     if not collective.is_of_all and collective.root < 0:
-        return [Exchange(_reduced(collective, places, collective.pieces, (0, 0, collective.pieces[collective.own][2])))]
+        return [Exchange(_reduced(collective, places, collective.pieces, collective.result))]
     own, root, whole = collective.own, collective.root, collective.pieces[0]
     if is_short(whole[2], collective.size):
         pieces = [whole if root in (-1, rank) else _NONE for rank in range(collective.size)]
@@ -79,23 +79,32 @@ def _reduced(collective: Collective, places: Sequence[int], pieces: Sequence[Spa
     own, reduction, own_bytes = collective.own, collective.reduction, pieces[collective.own][2]
     assert reduction is not None, "a collective that moves bytes reduces nothing"
     others = [rank for rank in range(collective.size) if rank != own]
-    stride = in_lines(own_bytes)
-    sends = Slices(Slice(places[rank], *pieces[rank]) for rank in others if pieces[rank][2])
+    sends = tuple((rank, pieces[rank]) for rank in others if pieces[rank][2])
+    arrivals = tuple(Arrival(rank, rank, 0, own_bytes) for rank in others if own_bytes)
+    return of_terms(TermExchange(sends, arrivals, pieces[own], target, own, collective.size, reduction), places)
+
+
+def of_terms(exchange: TermExchange, places: Sequence[int]) -> PackedTransfer:
+    """One rank's side of an exchange of terms among ranks at these places: others' terms wait in a buffer, in rows."""
+    sends = Slices(Slice(places[rank], *span) for rank, span in exchange.sends)
+    num_bytes, own, reduction = exchange.source[2], exchange.own, exchange.reduction
+    if not num_bytes:
+        return _plan(sends, Slices())
+    stride = in_lines(num_bytes)
     receives = Slices(
-        Slice(places[rank], None, number * stride, own_bytes) for number, rank in enumerate(others) if own_bytes
+        Slice(places[each.peer], None, (each.term - (each.term > own)) * stride + each.start, each.num_bytes)
+        for each in exchange.arrivals
     )
-    if not own_bytes:
-        return _plan(sends, receives)
     reducer = Reducer(
         dtype=reduction.dtype,
         op=reduction.op,
         divisor=reduction.divisor,
-        places=tuple(range(collective.size)),
+        places=tuple(range(exchange.num_terms)),
         own=own,
         chunk_bytes=stride,
     )
-    table = SpanReduction(reducer, source=pieces[own], target=target, stride=stride)
-    return _plan(sends, receives, staged_bytes=stride * len(others), reduces=(table,))
+    table = SpanReduction(reducer, source=exchange.source, target=exchange.target, stride=stride)
+    return _plan(sends, receives, staged_bytes=stride * (exchange.num_terms - 1), reduces=(table,))
 
 
 def _plan(

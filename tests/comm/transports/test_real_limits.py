@@ -139,7 +139,8 @@ def gathered(seen: Seen, group: Any) -> None:
     seen.values.append(found.tolist())
     name = f"process group {group.group_name}"
     (made,) = [each for each in cpu_group._groups if each._name == name]
-    seen.communicators.append(type(made._communicator).__name__)
+    assert made._levels is not None
+    seen.communicators.append(type(made._levels.whole).__name__)
 
 
 @pytest.mark.in_core(1)

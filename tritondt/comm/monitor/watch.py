@@ -37,6 +37,7 @@ class Wait:
     `trouble` is what the transport has met in the background. `limit` is what sets the timeout, and `must` what ranks
     that disagree have not done. `is_over` says whether the wait has ended without anybody on the host to say so.
     `drops_refused` says whether the transport drops messages of an exchange that a rank has refused, and goes on.
+    Where several communicators run one collective, `collective` is what they share: a name, and its number.
     """
 
     key: str
@@ -57,6 +58,7 @@ class Wait:
     must: str = MUST
     drops_refused: bool = False
     is_over: Callable[[], bool] = lambda: False
+    collective: tuple[str, int] | None = None
 
     @property
     def fingerprint(self) -> int:
@@ -293,9 +295,16 @@ class Watch:
             wait.suspects = tuple(sorted(self._silent(wait))) or wait.suspects
 
     def _silent(self, wait: Wait) -> set[int]:
-        """The awaited ranks that have not said that they wait as well, at this exchange or before."""
-        said = self._notices.waiting(wait.key, wait.peers)
-        return set(wait.peers) - {rank for rank, waiting in said.items() if waiting.sequence <= wait.sequence}
+        """The awaited ranks that have not said that they wait as well: at this exchange or before, or this collective.
+
+        Only this one: a rank that waited in one before and stopped since would look like one that knows who is late.
+        """
+        if wait.collective is None:
+            said = self._notices.waiting(wait.key, wait.peers)
+            return set(wait.peers) - {rank for rank, waiting in said.items() if waiting.sequence <= wait.sequence}
+        key, number = wait.collective
+        said = self._notices.waiting(key, wait.peers)
+        return set(wait.peers) - {rank for rank, waiting in said.items() if waiting.sequence == number}
 
     def _met(self, wait: Wait) -> PeerError | None:
         """The error of a failure that the transport has met in the background; reported to the other ranks as well.
@@ -340,6 +349,9 @@ class Watch:
             return
         self._published = {(wait.key, wait.sequence)}
         self._notices.publish(wait.key, Waiting(wait.sequence, wait.fingerprint, wait.description))
+        if wait.collective is not None:
+            key, number = wait.collective
+            self._notices.publish(key, Waiting(number, wait.fingerprint, wait.description))
 
     def _failure(self, wait: Wait) -> PeerError | None:
         found = self._notices.failure(wait.key, wait.sequence)

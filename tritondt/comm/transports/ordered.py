@@ -30,6 +30,11 @@ class OrderedCommunicator(Closable, ABC):
         self.sequence = 0  # exchanges so far, those without a message of ours included
 
     @property
+    def key(self) -> str:
+        """Name of the communicator in the store."""
+        return self._key
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """The world's ranks in this communicator, ascending."""
         return self._ranks

@@ -143,9 +143,9 @@ class SharedMemoryCommunicator(SocketCommunicator):
         self._arenas.skip(self.sequence)
         super()._skip()  # interruptions of arenas interrupt the sockets, too
 
-    def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
-        """Disconnects, and lets go of all arenas: nothing can be exchanged any more."""
-        super().break_off(record, error)
+    def fail(self, error: BaseException) -> None:
+        """Ends the communicator as others do, and lets go of all arenas."""
+        super().fail(error)
         self._arenas.release()
 
     def _disconnect(self, reason: BaseException) -> None:

@@ -37,6 +37,7 @@ class SocketCommunicator(PackedCommunicator):
         super().__init__(context, ThreadQueue())
         self._watch, self._watchdog, self._timeout_s = context.watch, context.watchdog, context.timeout.total_seconds()
         self._started = 0.0  # when the exchange under way was started; 0 where none is
+        self.collective: tuple[str, int] | None = None  # of several communicators; see `Wait`
         coming = Attempt.of(self._timeout_s, self._raise_failure_of_others)
         with self._told_of_failure(), ExitStack() as undone:
             self._connections = Connections(
@@ -97,7 +98,7 @@ class SocketCommunicator(PackedCommunicator):
         It raises what ends the waiting; what the body raises gets the reason that the watch knows.
         """
         wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: None, self._timeout_s)
-        wait.drops_refused = True
+        wait.drops_refused, wait.collective = True, self.collective
 
         def look(missing: Iterable[int]) -> None:
             wait.suspects = tuple(self._ranks[place] for place in sorted(missing))
@@ -143,6 +144,10 @@ class SocketCommunicator(PackedCommunicator):
 
     def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
         """Disconnects: half of the exchange may have gone; of one that was not packed, others have sent their half."""
+        self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the communicator for good, and tells the others why: here, or in one that works with it."""
         self._started = 0.0
         if self.failure is None:
             self.failure = error
@@ -153,6 +158,7 @@ class SocketCommunicator(PackedCommunicator):
         """Finishes an exchange that is not done at once, the only kind that the watch hears of."""
         wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: group.interrupt(), self._timeout_s)
         wait.is_timed, wait.drops_refused = False, True  # timed by the watchdog, which needs no GIL
+        wait.collective = self.collective
         wait.started = self._started
         self._watch.begin(wait)
         try:
