@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from tests.cli import corrupted
 from tritondt.cli import ranks as joined_ranks
+from tritondt.cli.bench import nccl_tests
 from tritondt.cli.bench.collective import command, data
 from tritondt.cli.bench.collective.case import make_case
 from tritondt.cli.bench.collective.documents import COLUMNS
@@ -128,6 +129,14 @@ def replayed(measured, monkeypatch):
 
 
 ALL_REDUCE = ["bench", "all_reduce", "--ranks", "3", "-b", "4K", "-n", "6"]
+
+
+def test_flags_of_nccl_tests_that_ask_for_what_is_done_anyway_are_taken(replayed, tmp_path):
+    path = tmp_path / "found.json"
+    taken = [word for flag in nccl_tests.FLAGS for value in flag.taken[:1] for word in (flag.short, value)]
+    ended = replayed(["bench", "all_reduce", "-g", "3", "-b", "4K", *taken, "--impl", "tritondt", "-J", str(path)])
+    assert ended.exit_code == 0, ended.output
+    assert json.loads(path.read_text())["config"]["ranks"] == 3
 
 
 def test_the_table_has_the_columns_of_nccl_tests(replayed):

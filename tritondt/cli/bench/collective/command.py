@@ -9,10 +9,11 @@ from typing import Any
 import click
 
 from tritondt.cli import ranks as joined_ranks
+from tritondt.cli.bench import nccl_tests
 from tritondt.cli.bench.collective.documents import as_csv, as_json
 from tritondt.cli.bench.collective.kinds import KINDS, Kind
 from tritondt.cli.bench.collective.on_rank import Devices, Starting, measure_on_rank
-from tritondt.cli.bench.collective.options import Choice, make_request, options
+from tritondt.cli.bench.collective.options import Choice, make_request, options, unasked
 from tritondt.cli.bench.collective.record import Row, average_bus_bandwidth, num_wrong
 from tritondt.cli.bench.collective.request import Request
 from tritondt.cli.bench.collective.table import Table, reaches
@@ -56,10 +57,19 @@ class _Printed:
 
 
 def _command(kind: Kind) -> click.Command:
-    def run(ranks: int | None, min_bw: float | None, json_to: str | None, csv_to: str | None, **values: Any) -> None:
+    def run(
+        ranks: int | None,
+        ngpus: int | None,
+        min_bw: float | None,
+        json_to: str | None,
+        csv_to: str | None,
+        **values: Any,
+    ) -> None:
         if json_to is not None and json_to == csv_to:
             raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
-        num_ranks = joined_ranks.join(ranks, max(_FEWEST_RANKS, min(_MOST_RANKS, num_cores())))
+        num_ranks = joined_ranks.join(
+            nccl_tests.ranks_asked(ranks, ngpus), max(_FEWEST_RANKS, min(_MOST_RANKS, num_cores()))
+        )
         request, notes = make_request(kind, num_ranks, Choice(**values))
         status = _measure(request, notes, min_bw, json_to, csv_to)
         if status:
@@ -74,9 +84,15 @@ def _command(kind: Kind) -> click.Command:
     \b
     python -m tritondt bench {kind.name} -b 1M -e 32M -f 2 --impl tritondt,engine,torch
     """
-    for decorate in reversed([*options(kind), json_option, csv_option]):
+    decorators: list[nccl_tests.Decorator] = [
+        *options(kind),
+        json_option,
+        csv_option,
+        nccl_tests.options(*unasked(kind)),
+    ]
+    for decorate in reversed(decorators):
         run = decorate(run)
-    return click.command(kind.name)(run)
+    return click.command(kind.name, epilog=nccl_tests.EPILOG)(run)
 
 
 def _measure(
