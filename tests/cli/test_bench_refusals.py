@@ -174,6 +174,22 @@ def test_ranks_that_do_not_refuse_alike_end_the_run_with_both_said():
         run_on_ranks(2, measure_on_rank, request, on_message=lambda _: None)
 
 
+def test_a_collective_of_ones_own_that_raises_on_one_rank_is_shown_by_its_own_error_and_line():
+    case = make_case("all_reduce", 2, ("float", 4), "sum", 0, 4096, 0.0)
+    assert case is not None
+    name = f"{corrupted.__name__}:broken_on_rank_1"
+    with pytest.raises(RankFailedError) as failed:  # at once, while rank 0 waits in the collective
+        run_on_ranks(2, measure_on_rank, Request("all_reduce", (case,), (name,)), on_message=lambda _: None)
+    first, where, *frames = str(failed.value).splitlines()
+    line = 1 + Path(corrupted.__file__).read_text().splitlines().index("            call.out.view(3, -1)")
+    at = f"{corrupted.__file__}:{line} (run)"
+    assert first == (
+        f"rank 1 of 2 failed: {name} raised RuntimeError at {at}: shape '[3, -1]' is invalid for input of size 1024"
+    )
+    assert where == "on rank 1 of 2, in all_reduce of 4096 bytes of float"
+    assert frames == [f'  File "{corrupted.__file__}", line {line}, in run', "    call.out.view(3, -1)"]
+
+
 def descendants(pid):
     """Processes that a process has started, and those that they have, by number."""
     parents = {}

@@ -129,7 +129,7 @@ def test_a_program_ends_as_python_would_have_it(tmp_path, monkeypatch, capsys, t
         (["--out", "/nowhere/trace.json", "--", __file__], "/nowhere/trace.json cannot be written: No such file"),
         (
             ["--summary", "page.html", "--", __file__],
-            "page.html ends in none of .png, .svg, .pdf, which say the format",
+            "page.html ends in none of .png, .svg, .pdf, which say",
         ),
         ([], "Missing argument"),
         (["--fast", "--", __file__], "No such option"),

@@ -18,7 +18,7 @@ from tritondt.cli.bench.collective.case import Case
 from tritondt.cli.bench.collective.data import DTYPES, expected, given, num_wrong
 from tritondt.cli.bench.collective.record import Parts, Row, Timing
 from tritondt.cli.bench.collective.request import Request, label
-from tritondt.cli.bench.collective.sides import ENGINE, Bind, Call, NotOfferedError, Run, backend_of, load
+from tritondt.cli.bench.collective.sides import ENGINE, Bind, Call, NotOfferedError, Run, backend_of, load, told_errors
 from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import own_seconds
 from tritondt.comm.objects import gather_objects
@@ -176,26 +176,44 @@ def _buffers(
 
 def _check(contestant: _Contestant, correct: torch.Tensor | None, request: Request) -> None:
     """Binds an implementation and runs it, once even where nothing is compared: it may refuse the call."""
-    refusal = None
     contestant.reset()
     wrong = 0
-    try:
+
+    def bind() -> None:
         run = contestant.side.bind(contestant.call)
         contestant.run = _synchronized(run) if request.device == "cuda" else run
+
+    def check() -> None:
+        nonlocal wrong
+        assert contestant.run is not None, "it was bound"
         for _ in range(max(request.check, 1)):
             contestant.reset()
             result = contestant.run()
             if correct is not None and correct.numel():
                 wrong += num_wrong(contestant.call.case, contestant.call.out if result is None else result, correct)
-    except Exception as error:  # noqa: BLE001 - whatever a library raises, it says why the row is missing
-        refusal = str(error) if isinstance(error, NotOfferedError) else f"{type(error).__name__}: {error}"
-    contestant.refusal = _agreed(contestant, gather_objects(refusal))
-    if contestant.refusal is not None:
-        contestant.run = None
-    elif correct is not None:
+
+    # One that some ranks refuse is run on none: the others would wait for them.
+    for part in (bind, check):
+        contestant.refusal = _agreed(contestant, gather_objects(_refusal_of(contestant, part)))
+        if contestant.refusal is not None:
+            contestant.run = None
+            return
+    if correct is not None:
         total = torch.tensor([wrong])
         dist.all_reduce(total)
         contestant.num_wrong = int(total)
+
+
+def _refusal_of(contestant: _Contestant, part: Callable[[], None]) -> str | None:
+    """The reason why a part cannot be run, None once it has been; an error of a function of one's own is raised."""
+    try:
+        with told_errors((contestant.side.name,), contestant.call.case):
+            part()
+    except BenchmarkError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a library raises, it says why the row is missing
+        return str(error) if isinstance(error, NotOfferedError) else f"{type(error).__name__}: {error}"
+    return None
 
 
 def _agreed(contestant: _Contestant, refusals: list[str | None]) -> str | None:
@@ -230,9 +248,10 @@ def _time(contestants: list[_Contestant], request: Request) -> list[Timing]:
         return []
     for contestant in contestants:
         contestant.reset()
-    if request.warmup:
-        own_seconds(runs, request.warmup)
-    own = own_seconds(runs, request.iterations)
+    with told_errors([contestant.side.name for contestant in contestants], contestants[0].call.case):
+        if request.warmup:
+            own_seconds(runs, request.warmup)
+        own = own_seconds(runs, request.iterations)
     gathered = [torch.empty_like(own) for _ in range(request.num_ranks)]
     dist.all_gather(gathered, own)
     of_runs = torch.stack(gathered, dim=1).tolist()
