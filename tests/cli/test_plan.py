@@ -165,6 +165,8 @@ def test_links_of_a_topology_are_told():
         "busiest": ["leaf up", 0, 0]
     }
     assert run_plan(*arguments).stdout.splitlines()[-7].split()[:3] == ["bytes", "over", "links"]
+    wide = run_plan("--mesh", "2,4", "--shape", "65536,65536", "--from", "S0,R", "--to", "R,S0", "--all-ranks")
+    assert max(map(len, wide.stdout.partition("a rank's")[2].splitlines())) <= 80
     refused = run_plan(*arguments[:-1], "ring:4")
     assert refused.exit_code == 1
     assert "cannot read the topology 'ring:4'" in refused.output

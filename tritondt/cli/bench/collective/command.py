@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from typing import Any
 
 import click
@@ -19,6 +17,7 @@ from tritondt.cli.bench.collective.request import Request
 from tritondt.cli.bench.collective.table import Table, reaches
 from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, write_json, write_text
 from tritondt.cli.launch import num_cores
+from tritondt.cli.outputs import columns
 from tritondt.cli.progress import ProgressLine
 from tritondt.cli.surroundings import surroundings
 
@@ -32,8 +31,7 @@ class _Printed:
         self.rows: list[Row] = []
         self.devices: Devices | None = None
         self._request, self._notes, self._to_stderr, self._progress = request, notes, to_stderr, progress
-        stream = sys.stderr if to_stderr else sys.stdout
-        self.table = Table(request, shutil.get_terminal_size().columns if stream.isatty() else None)
+        self.table = Table(request, columns(to_stderr))
         self._num_started = 0
 
     def take(self, message: object) -> None:
