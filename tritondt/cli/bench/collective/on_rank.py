@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,6 +120,27 @@ def _open(name: str, request: Request) -> _Side:
     assert group is not None, "all ranks are in the group"
     bind = load(name) if ":" in name else _BINDS.get(name, backends.bind)
     return _Side(name, bind, group)
+
+
+def open_sides(request: Request) -> list[_Side]:
+    """All implementations of a request, each with a group; a collective call."""
+    _device(request)
+    return [_open(name, request) for name in request.sides]
+
+
+def checked_calls(side: _Side, cases: Sequence[Case], request: Request) -> tuple[list[Run], int | None, str | None]:
+    """Runs of a side's calls out of place, the number of wrong elements, and why it refuses one; a collective call."""
+    rank = dist.get_rank()
+    runs, wrong = list[Run](), 0
+    for case in cases:
+        call_of, reset = _buffers(case, rank, given(case, rank, request.device), False, request.device)
+        contestant = _Contestant(side, call_of(side.group), reset)
+        _check(contestant, expected(case, rank, request.device) if request.check else None, request)
+        if contestant.run is None:
+            return [], None, contestant.refusal
+        runs.append(contestant.run)
+        wrong += contestant.num_wrong or 0
+    return runs, wrong if request.check else None, None
 
 
 def _measure(case: Case, sides: list[_Side], request: Request, peak_bytes_per_s: float | None) -> list[Row]:

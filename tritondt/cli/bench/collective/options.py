@@ -145,10 +145,9 @@ class Choice:
 
 def make_request(kind: Kind, num_ranks: int, choice: Choice) -> tuple[Request, list[str]]:
     """Request of a command, and lines on what was left out of it. BenchmarkError where nothing is left."""
-    notes: list[str] = []
+    sides, notes = implementations(choice.impl, choice.device)
     if not 0 <= choice.skew <= 1:
         raise BenchmarkError(f"--skew {choice.skew} was asked for; allowed is a number from 0 to 1")
-    sides = _sides(choice, notes)
     if choice.breakdown:
         _check_breakdown(choice, sides)
     cases = [
@@ -173,7 +172,10 @@ def make_request(kind: Kind, num_ranks: int, choice: Choice) -> tuple[Request, l
         breaks_down=choice.breakdown,
         step=_step(choice),
     )
-    _check_memory(request)
+    if request.device == "cpu":
+        check_memory(
+            request.buffer_bytes, num_ranks, f"buffers of {bytes_text(max(case.size for case in request.cases))}"
+        )
     return request, notes
 
 
@@ -186,18 +188,18 @@ def _step(choice: Choice) -> float | int | None:
     return DEFAULT_STEP if choice.stepbytes is None else choice.stepbytes
 
 
-def _sides(choice: Choice, notes: list[str]) -> list[str]:
-    if choice.device == "cuda" and not torch.cuda.is_available():
+def implementations(impl: str, device: str) -> tuple[list[str], list[str]]:
+    """Names of --impl that are available on a device, and a line on each that is not; BenchmarkError without any."""
+    if device == "cuda" and not torch.cuda.is_available():
         raise BenchmarkError(f"--device cuda was asked for; torch {torch.__version__} sees no CUDA device")
-    asked = [name.strip() for name in choice.impl.split(",") if name.strip()]
+    asked = [name.strip() for name in impl.split(",") if name.strip()]
     if len(set(asked)) < max(len(asked), 1):
-        raise BenchmarkError(f"--impl {choice.impl!r}: allowed are names joined by commas, each once")
-    reasons = {name: refusal(name, choice.device) for name in asked}
+        raise BenchmarkError(f"--impl {impl!r}: allowed are names joined by commas, each once")
+    reasons = {name: refusal(name, device) for name in asked}
     found = [name for name in asked if reasons[name] is None]
     if not found:
         raise BenchmarkError("; ".join(f"{name} is not available: {reason}" for name, reason in reasons.items()))
-    notes += [f"{name} is not available: {reason}" for name, reason in reasons.items() if reason is not None]
-    return found
+    return found, [f"{name} is not available: {reason}" for name, reason in reasons.items() if reason is not None]
 
 
 def _check_breakdown(choice: Choice, sides: list[str]) -> None:
@@ -266,14 +268,14 @@ def _cases(kind: Kind, num_ranks: int, asked: tuple[str, str, int], choice: Choi
     return found
 
 
-def _check_memory(request: Request) -> None:
-    if request.device != "cpu" or not _MEMORY.exists():
+def check_memory(num_bytes: int, num_ranks: int, what: str) -> None:
+    """BenchmarkError where this machine has not so many bytes free."""
+    if not _MEMORY.exists():
         return
     lines = (line.split() for line in _MEMORY.read_text(encoding="utf-8").splitlines())
     free = next((int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"), None)
-    if free is not None and request.buffer_bytes > free:
+    if free is not None and num_bytes > free:
         raise BenchmarkError(
-            f"{request.num_ranks} ranks need {request.buffer_bytes / 1e9:.1f} GB for buffers of "
-            f"{bytes_text(max(case.size for case in request.cases))}, and {free / 1e9:.1f} GB are free; take a "
+            f"{num_ranks} ranks need {num_bytes / 1e9:.1f} GB for {what}, and {free / 1e9:.1f} GB are free; take a "
             "smaller -e, or fewer --ranks"
         )
