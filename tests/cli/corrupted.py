@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tritondt.cli.bench.collective import backends
-from tritondt.cli.bench.collective.sides import Call, Run
+from tritondt.cli.bench.collective.sides import Call, NotOfferedError, Run
 
 
 def bind(call: Call) -> Run:
@@ -19,8 +19,19 @@ def bind(call: Call) -> Run:
 
 def of_rank_0_only(call: Call) -> Run:
     if call.rank == 0:
-        raise ValueError("rank 0 alone refuses")
-    return lambda: None
+        raise NotOfferedError("rank 0 alone refuses")
+    return backends.bind(call)
+
+
+def broken_on_rank_1(call: Call) -> Run:
+    right = backends.bind(call)
+
+    def run() -> None:
+        if call.rank == 1:
+            call.out.view(3, -1)
+        right()
+
+    return run
 
 
 not_callable = 3

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from tests.cli import corrupted
 from tritondt.cli import ranks as joined_ranks
+from tritondt.cli.bench import nccl_tests
 from tritondt.cli.bench.collective import command, data
 from tritondt.cli.bench.collective.case import make_case
 from tritondt.cli.bench.collective.documents import COLUMNS
@@ -130,6 +131,14 @@ def replayed(measured, monkeypatch):
 ALL_REDUCE = ["bench", "all_reduce", "--ranks", "3", "-b", "4K", "-n", "6"]
 
 
+def test_flags_of_nccl_tests_that_ask_for_what_is_done_anyway_are_taken(replayed, tmp_path):
+    path = tmp_path / "found.json"
+    taken = [word for flag in nccl_tests.FLAGS for value in flag.taken[:1] for word in (flag.short, value)]
+    ended = replayed(["bench", "all_reduce", "-g", "3", "-b", "4K", *taken, "--impl", "tritondt", "-J", str(path)])
+    assert ended.exit_code == 0, ended.output
+    assert json.loads(path.read_text())["config"]["ranks"] == 3
+
+
 def test_the_table_has_the_columns_of_nccl_tests(replayed):
     ended = replayed([*ALL_REDUCE, "--impl", "tritondt"])
     assert ended.exit_code == 0, ended.output
@@ -146,7 +155,8 @@ def test_the_table_has_the_columns_of_nccl_tests(replayed):
     assert ended.stderr == ""
 
 
-@pytest.mark.parametrize("columns", [80, 130])
+@pytest.mark.in_core(3)
+@pytest.mark.parametrize("columns", [80, 118, 130])
 def test_every_line_of_the_table_fits_the_terminal(measured, columns):
     request, messages = measured
     table = Table(replace(request, sides=SIDES[:3]), columns)
@@ -159,6 +169,21 @@ def test_every_line_of_the_table_fits_the_terminal(measured, columns):
     lines += table.iterations(rows) + table.parts(rows) + table.footer(rows, None)
     assert max(map(len, lines)) <= columns
     assert all(line.startswith("#") or line.split()[0].isdigit() for line in lines)
+    # Three collectives of one size: each row of the table, and each name in it, is told from all others.
+    assert any("out-of-place" in line for line in lines) == (columns >= 118)
+
+
+def test_narrow_rows_of_several_reductions_and_roots_are_told_apart(measured):
+    request, messages = measured
+    (row,) = [row for row in rows_of(messages) if row.case.kind.name == "all_reduce" and row.side == "torch"]
+    cases = [replace(row.case, redop=redop) for redop in ("sum", "sum", "max")]
+    cases[1] = replace(cases[1], matrix=((row.case.total // 2,),))
+    table = Table(replace(request, cases=tuple(cases), sides=("torch",)), 80)
+    lines = [line for case in cases for line in table.row(replace(row, case=case))]
+    assert [line for line in lines if line.startswith("#")] == ["# float sum:", "# float max:"]
+    assert len(lines) == 2 + 2 * 3
+    alone = Table(replace(request, cases=tuple(cases[:2]), sides=("torch",)), 80)
+    assert not [line for case in cases[:2] for line in alone.row(replace(row, case=case)) if line.startswith("#")]
 
 
 def test_json_is_all_that_stdout_gets_and_has_the_keys_of_nccl_tests(replayed):

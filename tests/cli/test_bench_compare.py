@@ -6,6 +6,7 @@ import random
 import pytest
 from click.testing import CliRunner
 
+from tritondt.cli.bench import compare as compare_module
 from tritondt.cli.bench.bootstrap import ratio_of
 from tritondt.cli.main import main
 
@@ -88,6 +89,19 @@ def test_two_files_are_compared_case_by_case(write):
     found = json.loads(compare(before, after, "--json").stdout)
     assert [case["verdict"] for case in found["cases"]] == ["faster", "no difference"]
     assert found["geometric_means"]["tritondt"]["ratio"] == pytest.approx(0.5**0.5, rel=0.05)
+
+
+def test_a_comparison_fits_the_terminal_and_keeps_every_word(write, monkeypatch):
+    name = "a_collective_of_ones_own_with_a_name"
+    path = write("a", result(1 << 30, f"examples.{name}:bind", noisy(10.0)))
+    whole = compare(path, path).stdout
+    monkeypatch.setattr(compare_module, "columns", lambda to_stderr: 80)
+    fitted = compare(path, path).stdout
+    assert fitted.split() == whole.split()
+    assert max(map(len, fitted.splitlines())) <= 80 < max(map(len, whole.splitlines()))
+    # What comes of a case's name stands below its start.
+    head, *cases = fitted.splitlines()
+    assert not cases[1][: head.index("case")].strip()
 
 
 def test_implementations_that_only_one_file_has_are_compared_across(write):

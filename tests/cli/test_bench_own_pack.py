@@ -1,6 +1,7 @@
 """`bench redistribute --against MODULE:FUNCTION`: a pack kernel of one's own is checked, timed and told apart."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -77,6 +78,26 @@ def test_an_own_kernel_that_is_wrong_is_found():
     assert ended.exit_code == 1
     assert f"{__name__}:forgetful moved" in ended.stderr
     assert "Error: partial, 0 of 1 cases were measured" in ended.stderr
+
+
+def broken(boxes: Sequence[CopyBox]) -> Callable[[Sequence[int], Sequence[int]], None]:
+    """A pack kernel that raises."""
+
+    def copy(sources: Sequence[int], targets: Sequence[int]) -> None:
+        raise ValueError("no such box")
+
+    return copy
+
+
+@pytest.mark.extended
+def test_an_own_kernel_that_raises_is_shown_by_its_own_error_and_line():
+    ended = CliRunner().invoke(main, [*COMMAND, "--pairs", "S0->S1", "--against", f"{__name__}:broken"])
+    assert ended.exit_code == 1
+    assert re.search(
+        rf"failed: {__name__}:broken raised ValueError at {__file__}:\d+ \(copy\): no such box\n"
+        r"on rank [01] of 2, in .*\n  File ",
+        ended.stderr,
+    ), ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 from tests.cli import corrupted
 from tests.harness.ports import free_port
 from tritondt.cli import ranks as joined_ranks
+from tritondt.cli.bench import nccl_tests
 from tritondt.cli.bench.collective.case import make_case
 from tritondt.cli.bench.collective.kinds import KINDS
 from tritondt.cli.bench.collective.on_rank import measure_on_rank
@@ -59,6 +61,26 @@ REPOSITORY = Path(__file__).parents[2]
         (["--json", "--csv"], 2, "--json and --csv both go to stdout"),
         (["-a", "4"], 2, "4 is not in the range 0<=x<=3"),
         (["--skew", "0.5"], 2, "No such option"),
+        (["-J", "found.csv"], 2, "--json (-J) writes JSON, and found.csv is named like CSV; write --csv found.csv"),
+        (["-g", "1"], 2, "-g 1: one rank alone moves nothing; write -g 2, or more"),
+        (["-g", "2", "--ranks", "3"], 2, "--ranks 3 and -g 2: only one can be"),
+        (["-r", "0"], 2, "-r 0: all_reduce has no root; leave -r out"),
+        (["-t", "2"], 2, "-t 2: each rank is a process of its own; write -t 1, and all ranks as -g N"),
+        (["--nthreads", "2"], 2, "-t 2: each rank is a process of its own"),
+        (["-m", "4"], 2, "-m 4: calls are not aggregated, since each is timed; write -m 1 and a larger -n"),
+        (["-N", "0"], 2, "-N 0: sizes are run through once; write -N 1 and a larger -n, or a shell's loop"),
+        (["-p", "2"], 2, "-p 2: allowed are 0 and 1; ranks are processes, which start side by side"),
+        (["-z", "0"], 2, "-z 0: every call is waited for before the next; write -z 1"),
+        (["-y", "1"], 2, "-y 1: calls run in torch's current stream; write -y 0"),
+        (["-T", "30"], 2, "-T 30: a limit holds for each call; write TRITONDT_TIMEOUT=30 before the command"),
+        (["-G", "10"], 2, "-G 10: calls are not captured in CUDA graphs; write -G 0"),
+        (["-C", "1"], 2, "-C 1: times are of whole calls; write -C 0, or --breakdown for local work"),
+        (["-S", "1"], 2, "-S 1: rows have no time of day; write -S 0, and --json for start and end"),
+        (["-R", "1"], 2, '-R 1: buffers are not registered; write -R 0, or "registered_bytes" in'),
+        (["-x", "2"], 2, "-x 2: NCCL's policy is its own setting; write -x 0, and NCCL_CTA_POLICY=2"),
+        (["-D", "1"], 2, "-D 1: kernels of one's own come by name; write --impl MODULE:FUNCTION"),
+        (["-V", "8"], 2, "-V 8: kernels of one's own say how many; write --impl MODULE:FUNCTION"),
+        (["-M", "1"], 2, "-M 1: memory is not reported; write -M 0, or see `plan` for a redistribution's"),
         (["--device", "cuda"], 1, "--device cuda was asked for; torch "),
     ],
 )
@@ -73,7 +95,36 @@ def test_what_cannot_be_measured_is_refused_in_a_sentence(monkeypatch, options, 
 
 def test_a_root_outside_the_ranks_is_refused():
     ended = CliRunner().invoke(main, ["bench", "broadcast", "--ranks", "2", "-r", "2"])
-    assert (ended.exit_code, "rank 2 is no root (-r) of 2 ranks; allowed are 0..1" in ended.stderr) == (1, True)
+    assert ended.exit_code == 1
+    assert "rank 2 is no root (-r) of 2 ranks; allowed are 0..1, and all" in ended.stderr
+
+
+def test_a_root_is_a_rank_or_all():
+    ended = CliRunner().invoke(main, ["bench", "broadcast", "-r", "first"])
+    assert (ended.exit_code, "'first' is no root; allowed are a rank, as in 0, and all" in ended.stderr) == (2, True)
+    choice = Choice(1 << 10, 1 << 11, 2, None, 5, 1, 1, "float", 1, "cpu", 1, "tritondt", root="all")
+    roots = [(case.root, case.size) for case in make_request(KINDS["scatter"], 3, choice)[0].cases]
+    assert roots == [(root, size) for root in range(3) for size in (1008, 2016)]
+
+
+@pytest.mark.parametrize(("command", "flag"), [("all_gather", "-o"), ("redistribute", "-r"), ("redistribute", "-G")])
+def test_flags_that_say_nothing_of_a_command_are_refused_by_name(command, flag):
+    ended = CliRunner().invoke(main, ["bench", command, flag, "7"])
+    assert ended.exit_code == 2
+    assert f"Error: {flag} 7: " in ended.stderr
+
+
+def test_ngpus_are_the_ranks_of_one_process_and_one_under_a_launcher(monkeypatch):
+    assert (nccl_tests.ranks_asked(None, None), nccl_tests.ranks_asked(None, 4)) == (None, 4)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert (nccl_tests.ranks_asked(None, 1), nccl_tests.ranks_asked(4, None)) == (None, 4)
+    with pytest.raises(click.UsageError) as refused:
+        nccl_tests.ranks_asked(None, 2)
+    assert refused.value.message == (
+        "-g 2: each of the 4 processes that torchrun has started is one rank; write -g 1, and start 8 processes for so "
+        "many ranks"
+    )
 
 
 def test_an_implementation_that_is_not_there_takes_one_line():
@@ -121,6 +172,22 @@ def test_ranks_that_do_not_refuse_alike_end_the_run_with_both_said():
     request = Request("all_reduce", (case,), (f"{corrupted.__name__}:of_rank_0_only",))
     with pytest.raises(RankFailedError, match=r"failed on 1 of 2 ranks in all_reduce of 4096 .*rank 0 alone refuses"):
         run_on_ranks(2, measure_on_rank, request, on_message=lambda _: None)
+
+
+def test_a_collective_of_ones_own_that_raises_on_one_rank_is_shown_by_its_own_error_and_line():
+    case = make_case("all_reduce", 2, ("float", 4), "sum", 0, 4096, 0.0)
+    assert case is not None
+    name = f"{corrupted.__name__}:broken_on_rank_1"
+    with pytest.raises(RankFailedError) as failed:  # at once, while rank 0 waits in the collective
+        run_on_ranks(2, measure_on_rank, Request("all_reduce", (case,), (name,)), on_message=lambda _: None)
+    first, where, *frames = str(failed.value).splitlines()
+    line = 1 + Path(corrupted.__file__).read_text().splitlines().index("            call.out.view(3, -1)")
+    at = f"{corrupted.__file__}:{line} (run)"
+    assert first == (
+        f"rank 1 of 2 failed: {name} raised RuntimeError at {at}: shape '[3, -1]' is invalid for input of size 1024"
+    )
+    assert where == "on rank 1 of 2, in all_reduce of 4096 bytes of float"
+    assert frames == [f'  File "{corrupted.__file__}", line {line}, in run', "    call.out.view(3, -1)"]
 
 
 def descendants(pid):

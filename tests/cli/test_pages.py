@@ -1,4 +1,4 @@
-"""Pages of benchmarks and traces: what is drawn, what is refused, and that a browser has nothing to complain of."""
+"""Pages of benchmarks and plans, and pictures of traces: drawn, refused, and opened by a browser without complaint."""
 
 import json
 import re
@@ -8,11 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from tests.harness.chromium import find_chromium, opened
+from tritondt.cli.bench import page as report_page
 from tritondt.cli.bench.page import points_of
+from tritondt.cli.charts import COLOURS, Series, histogram, line_chart, matplotlib
 from tritondt.cli.main import main
-from tritondt.cli.svg import COLOURS, Series, histogram, line_chart
-from tritondt.cli.trace import page as trace_of
-from tritondt.cli.trace.page import trace_page
+from tritondt.cli.trace.picture import write_summary
 
 AROUND = {
     "date": "2026-11-23T00:00:00+00:00",
@@ -81,21 +81,61 @@ def test_a_report_has_every_result_and_says_what_it_leaves_out(folder):
     assert ended.exit_code == 0, ended.output
     assert ended.output == f"{folder / 'report.html'}: 2 results, 1 files left out\n"
     page = (folder / "report.html").read_text()
-    # One of bandwidths, one of ratios, and a histogram for each of 3 sizes; then one of each.
-    assert page.count("<svg") == (1 + 1 + 3) + 3
+    # One of bandwidths, of latencies and of ratios, twice; 9 iterations are too few for histograms.
+    assert page.count("<svg") == page.count("</svg>") == 6
+    assert "Times of iterations" not in page
     assert "all_reduce on 2 ranks (a.json)" in page
     assert "redistribute on 4 ranks (b.json)" in page
     assert "platform &lt;Linux&gt;, processor a &amp; b" in page
     assert "partial: rank 1 &lt;stopped&gt;" in page
     assert "other.json: " in page
-    assert page.count('text-anchor="end">bytes</text>') == 4  # below each bandwidth and ratio
-    assert "ratio: 0.5 at" not in page
-    assert "tritondt: 0.5 at 1K" in page
+    labels = re.findall(r'aria-label="([^"]*)"', page)
+    assert labels[:3] == [f"float sum out of place: {name} over bytes" for name in ("GB/s", "us", "ratio")]
+    assert page.count(">bytes</text>") == 6
     # What is wrong, or unchecked, is in the table alone.
-    assert not re.search(r"<title>torch: [\d.]+ at [14]M", page)
     assert page.count('class="wrong"><td>') == 1
     assert "<td>N/A</td>" in page
-    assert not re.search(r"(src|href)=[\"'](?!data:)|https?://|@import|<script", page), "it asks the network"
+    assert not re.search(r"(src|href)=[\"'](?!data:|#)|https?://|@import|<script", page), "it asks the network"
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What charts are asked for, which are not drawn."""
+    found: list[tuple[str, dict[str, object]]] = []
+
+    def line_chart(title, y_label, series, x_text, reference=None):
+        found.append((y_label, {each.name: list(each.points) for each in series if each.points}))
+        return ""
+
+    def histogram(title, x_label, values, styles):
+        found.append((title, values))
+        return ""
+
+    monkeypatch.setattr(report_page, "line_chart", line_chart)
+    monkeypatch.setattr(report_page, "histogram", histogram)
+    return found
+
+
+def test_right_results_alone_are_drawn(drawn, tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(collective()))
+    assert CliRunner().invoke(main, ["bench", "report", str(tmp_path)]).exit_code == 0
+    (_, bandwidths), (_, latencies), (_, ratios) = drawn
+    assert {side: [x for x, _ in points] for side, points in bandwidths.items()} == {
+        "tritondt": [1 << 10, 1 << 20],
+        "torch": [1 << 10],
+    }
+    assert latencies["torch"] == [(1 << 10, pytest.approx(40 * 1.4))]
+    assert ratios == {"tritondt": [(1 << 10, 0.5)]}
+
+
+def test_histograms_are_drawn_of_thirty_iterations_and_more(drawn, tmp_path):
+    results = [result(side, 1 << 10, 20.0) for side in ("tritondt", "torch")]
+    results[0]["out_of_place_per_iter"] = iterations(*range(1, 31))
+    (tmp_path / "a.json").write_text(json.dumps(collective(results=results)))
+    assert CliRunner().invoke(main, ["bench", "report", str(tmp_path)]).exit_code == 0
+    title, values = drawn[-1]
+    assert title == "1K float sum out of place"
+    assert {side: len(times) for side, times in values.items()} == {"tritondt": 30}
 
 
 def test_the_points_of_a_redistribution_have_the_bandwidth_of_their_own_time():
@@ -122,21 +162,16 @@ def test_what_cannot_be_reported_is_refused(tmp_path, arguments, status, sentenc
 
 
 def test_charts_of_one_point_or_equal_values_are_drawn():
-    assert "nan" not in line_chart("a", "GB/s", [Series("b", [(4, 0.0)], 0)], str) + line_chart("a", "x", [], str)
-    drawn = histogram("a", "ms", {"b": [1.0, 1.0], "c": [0.0]}, {"b": 0, "c": 1})
-    assert drawn.count("<rect") == 2
-    assert histogram("a", "ms", {"b": [0.0]}, {"b": 0}).count("<rect") == 1
+    assert line_chart("a", "GB/s", [Series("b", [(4, 0.5)], 0, [0.5])], str).count("<svg") == 1
+    assert line_chart("a", "x", [], str) == line_chart("a", "x", [Series("b", [], 0)], str) == ""
+    equal = histogram("a", "ms", {"b": [1.0, 1.0], "c": [0.0]}, {"b": 0, "c": 1})
+    assert all(f">{name}</text>" in equal for name in ("b", "c", "ms", "iterations"))
+    assert histogram("a", "ms", {"b": [0.0]}, {"b": 0}).count("<svg") == 1
 
 
-def test_histograms_of_several_lie_in_lanes_of_their_own():
-    drawn = histogram("a", "ms", {"b": [1.0, 1.0, 2.0], "c": [1.0, 2.0, 2.0]}, {"b": 0, "c": 1})
-    bars = re.findall(r'y="([\d.]+)" width="[\d.]+" height="([\d.]+)" fill="(#\w+)"', drawn)
-    lowest = {colour: max(float(y) + float(height) for y, height, own in bars if own == colour) for *_, colour in bars}
-    highest = {colour: min(float(y) for y, _, own in bars if own == colour) for *_, colour in bars}
-    first, second = COLOURS[:2]
-    assert len(bars) == 4
-    assert lowest[first] <= highest[second]
-    assert re.findall(r'class="lane">(\w)<', drawn) == ["b", "c"]
+def test_names_in_charts_are_text_and_no_formula():
+    drawn = line_chart("$x^2$ <b> \x1b[31m 層", "GB/s", [Series("b", [(4, 1.0), (8, 3.0)], 0)], str)
+    assert ">$x^2$ &lt;b&gt; \\x1b[31m 層</text>" in drawn
 
 
 def luminance(colour: str) -> float:
@@ -146,60 +181,37 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-@pytest.mark.parametrize("colour", [*COLOURS, *trace_of.COLOURS.values()])
-@pytest.mark.parametrize("paper", ["#ffffff", "#181818"])
-def test_drawings_are_seen_on_light_and_on_dark_pages(colour, paper):
-    darker, lighter = sorted((luminance(colour), luminance(paper)))
-    assert (lighter + 0.05) / (darker + 0.05) >= 3
+def test_lines_are_seen_on_the_white_of_charts():
+    assert all((1 + 0.05) / (luminance(colour) + 0.05) >= 3 for colour in COLOURS)
 
 
-def trace_document() -> dict[str, object]:
-    events: list[dict[str, object]] = []
-    for rank in range(2):
-        row = {"pid": rank, "tid": 0}
-        events += [
-            {"ph": "M", "name": "thread_name", **row, "args": {"name": "program"}},
-            {"ph": "X", "cat": "op", "name": "<setup>", "ts": 0, "dur": 50, **row},
-            {"ph": "i", "name": "end of step 1", "ts": 60, **row},
-            {
-                "ph": "X",
-                "cat": "exchange",
-                "name": "S0 -> S1",
-                "ts": 70,
-                "dur": 20,
-                **row,
-                "args": {"asked for at": "f:3"},
-            },
-            {"ph": "X", "cat": "wait", "name": "S0 -> S1", "ts": 75, "dur": 10, **row},
-            {"ph": "i", "name": "end of step 2", "ts": 100, **row},
-        ]
-    events += [
-        {"ph": "s", "id": 1, "name": "8 bytes", "ts": 71, "pid": 0, "tid": 0},
-        {"ph": "f", "id": 1, "name": "8 bytes", "ts": 85, "pid": 1, "tid": 0},
-        {"ph": "s", "id": 2, "name": "8 bytes", "ts": 71, "pid": 1, "tid": 0},
-    ]
-    other = {"program": ["train.py"], "ranks": 2, "date": "2026-11-23"}
-    return {"traceEvents": events, "otherData": other}
+def trace_summary(num_steps: int = 3) -> dict[str, object]:
+    step = [{"rank": rank, "duration_s": 0.02, "communication_s": 0.01, "exposed_s": 0.004} for rank in range(2)]
+    cost = {"description": "(S0) -> (S1) of $x$", "asked_for_at": "train.py:7", "exchanges": 3, "sent_bytes": 4096}
+    cost |= {"total_s": 0.01, "exposed_s": 0.004, "late_s": 0.0, "explanation": "", "suggestion": "issue it early"}
+    summary = {"steps": [step] * num_steps, "redistributions": [cost] * 7 * bool(num_steps)}
+    return {"program": ["train.py"], "ranks": 2, "date": "2026-11-23", "summary": summary}
 
 
-def test_the_page_of_a_trace_draws_what_comes_after_the_first_step():
-    page = trace_page(trace_document(), "exposed < all")
-    assert page.count("<rect") == 4
-    assert "&lt;setup&gt;" not in page
-    assert re.findall(r">([\d.]+) ms</text>", page) == [
-        "0",
-        "0.005",
-        "0.01",
-        "0.015",
-        "0.02",
-        "0.025",
-        "0.03",
-        "0.035",
-        "0.04",
-    ]
-    assert "asked for at f:3" in page
-    assert page.count("<title>8 bytes</title>") == 1
-    assert "exposed &lt; all" in page
+@pytest.mark.parametrize(
+    ("ending", "start"), [(".png", b"\x89PNG"), pytest.param(".pdf", b"%PDF", marks=pytest.mark.extended)]
+)
+@pytest.mark.parametrize("num_steps", [3, pytest.param(0, marks=pytest.mark.extended)])
+def test_the_summary_of_a_trace_is_one_page(tmp_path, ending, start, num_steps):
+    path = tmp_path / f"summary{ending}"
+    write_summary(path, trace_summary(num_steps))
+    assert path.read_bytes().startswith(start)
+
+
+def test_the_page_of_a_trace_has_the_steps_after_the_first_and_what_costs_most(tmp_path):
+    path = tmp_path / "summary.svg"
+    with matplotlib().rc_context({"svg.fonttype": "none"}):
+        write_summary(path, trace_summary())
+    text = path.read_text()
+    assert "train.py on 2 ranks, 2026-11-23" in text
+    assert "mean of the ranks, each step after the first" in text
+    assert text.count("(S0) -&gt; (S1) of $x$, asked for at train.py:7") == 5
+    assert text.count("3 exchanges, 4,096 bytes: issue it early") == 5
 
 
 @pytest.mark.extended
@@ -213,10 +225,8 @@ def test_what_a_page_complains_of_is_seen(tmp_path):
 
 @pytest.mark.extended
 @pytest.mark.skipif(find_chromium() is None, reason="chromium is not installed")
-def test_a_browser_opens_both_pages_without_a_word(folder):
+def test_a_browser_opens_the_report_without_a_word(folder):
     assert CliRunner().invoke(main, ["bench", "report", str(folder)]).exit_code == 0
-    (folder / "trace.html").write_text(trace_page(trace_document(), "summary"))
-    for name, drawings in (("report", 8), ("trace", 1)):
-        held, console = opened(folder / f"{name}.html", folder)
-        assert console == []
-        assert held.count("</svg>") == drawings
+    held, console = opened(folder / "report.html", folder)
+    assert console == []
+    assert held.count("</svg>") == 6

@@ -127,6 +127,10 @@ def test_a_program_ends_as_python_would_have_it(tmp_path, monkeypatch, capsys, t
         (["--ranks", "0", "--", __file__], "0 is not in the range x>=1"),
         (["--ranks", "10000", "--", __file__], "--ranks 10000: at most"),
         (["--out", "/nowhere/trace.json", "--", __file__], "/nowhere/trace.json cannot be written: No such file"),
+        (
+            ["--summary", "page.html", "--", __file__],
+            "page.html ends in none of .png, .svg, .pdf, which say",
+        ),
         ([], "Missing argument"),
         (["--fast", "--", __file__], "No such option"),
     ],

@@ -17,10 +17,7 @@ td:first-child, th:first-child, td.text, th.text { text-align: left; }
 .wrong { color: var(--wrong); font-weight: bold; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(340px, 1fr)); gap: 1em; }
 .scroll { overflow-x: auto; }
-svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: var(--ink); }
-svg text.title { font-size: 12px; font-weight: bold; }
-svg text.lane { text-anchor: end; stroke: var(--paper); stroke-width: 3px; paint-order: stroke; }
-.axis { stroke: var(--ink); } .grid { stroke: var(--faint); } .reference { stroke: var(--ink); stroke-dasharray: 2 3; }
+svg { width: 100%; max-width: 640px; height: auto; background: #fff; }
 .key { display: inline-block; width: .9em; height: .9em; margin: 0 .3em 0 1em; vertical-align: -1px; }
 pre { overflow-x: auto; font-size: 12.5px; } details { margin: .6em 0; }
 """

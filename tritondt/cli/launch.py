@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from tritondt.cli.interrupts import Interrupts, noted
+from tritondt.cli.user_error import UserError
 from tritondt.comm import world
 from tritondt.errors import PeerError
 
@@ -40,7 +41,7 @@ Body = Callable[..., object]
 
 
 class RankFailedError(PeerError):
-    """A rank that this process started raised or died; holds its number and its traceback."""
+    """A rank that this process started raised or died; holds its number, and its sentence or traceback."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def _first_failure(ranks: list[_Rank], failures: dict[int, _Failed | None]) -> R
             return RankFailedError(f"rank {number} of {len(ranks)} {ending} before it was done")
     raised = {number: failure for number, failure in failures.items() if failure is not None}
     number = min(raised, key=lambda number: raised[number].seconds)
-    return RankFailedError(f"rank {number} of {len(ranks)} failed:\n{raised[number].text}")
+    return RankFailedError(f"rank {number} of {len(ranks)} failed:{raised[number].text}")
 
 
 def _run_rank(
@@ -226,8 +227,11 @@ def _run_rank(
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=number, world_size=num_ranks)
         result = body(connection.send, *arguments)
+    except UserError as error:
+        connection.send(_Failed(time.time(), f" {error}"))
+        raise SystemExit(1) from None
     except Exception:  # noqa: BLE001 - whatever it is, the launcher reports it
-        connection.send(_Failed(time.time(), traceback.format_exc()))
+        connection.send(_Failed(time.time(), f"\n{traceback.format_exc()}"))
         raise SystemExit(1) from None
     connection.send(_Finished(result))
     connection.recv()

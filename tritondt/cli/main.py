@@ -101,6 +101,7 @@ _COLLECTIVES = (
             name: (f"tritondt.cli.bench.collective.command:{name}", f"Time {name} as nccl-tests does.")
             for name in _COLLECTIVES
         },
+        "replay": ("tritondt.cli.bench.collective.replay:replay", "Time the collectives of a recorded program."),
         "compare": ("tritondt.cli.bench.compare:compare", "Print the ratios of two results' median times."),
         "calibrate": ("tritondt.cli.bench.calibrate:calibrate", "Measure the prices that plans are made by."),
         "report": ("tritondt.cli.bench.page:report", "Write one HTML page of all results in a folder."),

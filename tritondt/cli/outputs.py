@@ -1,13 +1,35 @@
-"""Files that commands write, looked at before anything is run for them."""
+"""Outputs of commands: files, looked at before anything is run for them, and terminals that lines are to fit."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import stat
+import sys
+import textwrap
 from pathlib import Path
 
 import click
+
+
+def columns(to_stderr: bool = False) -> int | None:
+    """Columns of the terminal that a stream goes to; None where it is a file or a pipe, which any line fits."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def fitted(line: str, width: int | None, indent: str) -> list[str]:
+    """The line, in parts where it is wider; those after the first are indented.
+
+    >>> fitted("1.000  slower  a case of many words", 26, "               ")
+    ['1.000  slower  a case of', '               many words']
+    """
+    if width is None or len(line) <= width:
+        return [line]
+    start = len(line) - len(line.lstrip())  # which textwrap would drop
+    wrapper = textwrap.TextWrapper(width, initial_indent=line[:start], subsequent_indent=indent, break_on_hyphens=False)
+    return wrapper.wrap(line[start:])
 
 
 def refuse_obstacle(path: Path) -> None:

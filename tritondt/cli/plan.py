@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,7 +143,7 @@ def plan(
             spreads = rank_totals(steps, itemsize).spreads
         fields["ranks"] = {name: asdict(spread) for name, spread in spreads.items()}
         head = ("a rank's", "least", "mean", "most", "of rank", "all ranks")
-        lines += ["{:<16}{:>16}{:>18}{:>16}{:>9}{:>24}".format(*row) for row in (head, *spread_rows(spreads))]
+        lines += _aligned([head, *spread_rows(spreads)])
         if lists:
             with ProgressLine() as progress:
                 progress.tell(f"counting {spreads['messages'].total:,} messages of {before.num_ranks:,} ranks")
@@ -152,7 +153,7 @@ def plan(
                     fields["links"] = {
                         kind: {**asdict(spread), "busiest": link} for kind, (spread, link) in loads.items()
                     }
-                    lines += _link_lines(loads)
+                    lines += _aligned([LINK_HEADER, *link_rows(loads)])
                 if html is not None:
                     write_html(Path(html), found, traffic, loads, of_torch)
                 if png is not None:
@@ -214,9 +215,15 @@ def _loads(traffic: RankTraffic | WideTraffic, network: Topology | None) -> dict
     )
 
 
-def _link_lines(loads: dict[str, tuple[Spread, Link]]) -> list[str]:
-    """Lines with the bytes over links that carry any, by their kind."""
-    return ["{:<16}{:>16}{:>18}{:>16}  {}".format(*row) for row in (LINK_HEADER, *link_rows(loads))]
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table whose columns are as wide as their cells: names to the left, figures to the right.
+
+    >>> _aligned([("bytes", "least"), ("sent", "1,024,000")])
+    ['bytes      least', 'sent   1,024,000']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    forms = [f"{{:{'>' if place else '<'}{width}}}" for place, width in enumerate(widths)]
+    return ["  ".join(forms).format(*row) for row in rows]
 
 
 def _is_on(mesh: tuple[int, ...], coordinate: tuple[int, ...]) -> bool:

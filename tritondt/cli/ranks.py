@@ -57,6 +57,12 @@ def check_started_here(num_ranks: int, launchers: str) -> None:
         )
 
 
+def num_launched() -> int | None:
+    """Number of processes that a launcher has started; None for a process started alone."""
+    found = environment.launched()
+    return None if found is None else found.num_ranks
+
+
 def is_first() -> bool:
     """Whether this process prints and writes: one that was started alone, or rank 0 of those of a launcher."""
     found = environment.launched()

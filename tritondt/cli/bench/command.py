@@ -7,6 +7,7 @@ from rich.console import Console
 
 from tritondt.cli import ranks as joined_ranks
 from tritondt.cli.bench import loopback as loopback_counter
+from tritondt.cli.bench import nccl_tests
 from tritondt.cli.bench.cases import (
     DEFAULT_SIZES,
     default_pairs,
@@ -36,7 +37,7 @@ _DEFAULT_RANKS = 4
 _REDUCE_OPS: dict[str, ReduceOp] = {"sum": "sum", "prod": "product", "max": "max", "min": "min", "avg": "avg"}
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(context_settings={"show_default": True}, epilog=nccl_tests.EPILOG)
 @click.option("--ranks", type=click.IntRange(min=2), help="Processes to start.  [default: 4, or the launcher's]")
 @click.option("--against", help="Time torch in turns with it, or copies by a function MODULE:FUNCTION.")
 @click.option("--impl", help="Implementations, in turns: tritondt, torch, gloo, shared-memory, MODULE:FUNCTION.")
@@ -67,6 +68,7 @@ _REDUCE_OPS: dict[str, ReduceOp] = {"sum": "sum", "prod": "product", "max": "max
 )
 @json_option
 @csv_option
+@nccl_tests.options(nccl_tests.Flag("-r", "--root", (), "a redistribution has no root; leave -r out"))
 def redistribute(
     ranks: int | None,
     against: str | None,
@@ -89,6 +91,7 @@ def redistribute(
     breakdown: bool,
     json_to: str | None,
     csv_to: str | None,
+    ngpus: int | None,
 ) -> None:
     """Time redistributions on CPU processes: each is checked first, then timed round by round.
 
@@ -107,7 +110,7 @@ def redistribute(
             f"--impl {impl} and --against {against}: only one can be; --against X is --impl tritondt,X"
         )
     others = _others(impl if against is None else f"{TRITONDT},{against}")
-    num_ranks = joined_ranks.join(ranks, _DEFAULT_RANKS)
+    num_ranks = joined_ranks.join(nccl_tests.ranks_asked(ranks, ngpus), _DEFAULT_RANKS)
     chosen = default_pairs(num_ranks) if pairs is None else parse_pairs(pairs)
     has = OPS_OF_KIND["float" if DTYPES[dtype].is_floating_point else "int"]
     if op is not None:

@@ -13,12 +13,13 @@ from tritondt.cli.bench.bootstrap import Ratio, ratio_of
 from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.json_result import is_printed, json_option, write_json
 from tritondt.cli.foreign_files import ForeignFileError, parse, printable, read_text
+from tritondt.cli.outputs import columns, fitted
 
 # What reading an object raises that is no result.
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
 _PLACES = ("out_of_place", "in_place")
 _TOP = ("benchmark", "ranks", "threads", "dtype")
-_RATIO_COLUMNS = "   ratio  95 % interval   verdict"
+_COLUMNS = "{:>8}  {:<14}  {:<14}  {}"
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,12 @@ def compare(before: Path, after: Path, json_to: str | None) -> None:
             "geometric_means": {side: _ratio_json(ratio) for side, ratio in means.items()},
         }
         told = [*lines(result), *(f"geometric mean of time after / before, {s}: {m}" for s, m in means.items())]
+        width = columns(is_printed(json_to))
+        told = [part for line in told for part in fitted(printable(line), width, _indent(line))]
     except MALFORMED as error:
         raise BenchmarkError(printable(f"cannot compare {before} and {after}: {error!r:.200}")) from error
     for line in told:
-        click.echo(printable(line), err=is_printed(json_to))
+        click.echo(line, err=is_printed(json_to))
     write_json(result, json_to)
     if not right:
         raise click.ClickException("no case has right results in both files: there is no ratio to report")
@@ -188,13 +191,18 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
     return found + [f"{name}: {old[name]} and {new[name]}" for name in _TOP if old[name] != new[name]]
 
 
+def _indent(line: str) -> str:
+    """Space before further parts of a line: below the case's name, or as wide as a level."""
+    return " " * (len(_COLUMNS.format("", "", "", "")) if line.startswith(" ") else 4)
+
+
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """A line for each case, its name last, so that a long one fits any terminal."""
+    """A line for each case, its name last."""
     found = [f"differs: {text}" for text in result["differences"]]
-    found.append(f"{_RATIO_COLUMNS}        case")
+    found.append(_COLUMNS.format("ratio", "95 % interval", "verdict", "case"))
     for case in result["cases"]:
         interval = "-" if case["interval"] is None else "{:.3f} to {:.3f}".format(*case["interval"])
-        found.append(f"{case['ratio']:>8.3f}  {interval:<14}  {case['verdict']:<14}  {case['case']}")
+        found.append(_COLUMNS.format(f"{case['ratio']:.3f}", interval, case["verdict"], case["case"]))
     found += [f"left out, wrong or unchecked: {name}" for name in result["left_out"]]
     if result["only_in_one"]:
         found.append(f"in one of the files only: {result['only_in_one']} measurements")

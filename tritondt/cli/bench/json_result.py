@@ -1,4 +1,4 @@
-"""The options `--json [FILE]` and `--csv [FILE]` of the benchmarks: measurements as one JSON object, or as lines.
+"""The options `--json [FILE]` (`-J`, as in nccl-tests) and `--csv [FILE]` of the benchmarks: one JSON object, or lines.
 
 A file that cannot be written is refused before anything is measured.
 """
@@ -27,14 +27,22 @@ def _writable(_: click.Context, parameter: click.Parameter, path: str | None) ->
 
 
 _PATH = click.Path(dir_okay=False, allow_dash=True)
+
+
+def _json_path(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """The path, as _writable has it; a name that ends in .csv asks for the other option."""
+    if path is not None and path.endswith(".csv"):
+        raise click.UsageError(f"--json (-J) writes JSON, and {path} is named like CSV; write --csv {path}")
+    return _writable(context, parameter, path)
+
+
 # The command is given `json_to`: None without the option, else where the object goes.
 json_option = click.option(
-    "--json",
-    "json_to",
+    *("-J", "--json", "--output_file", "json_to"),
     is_flag=False,
     flag_value=_STDOUT,
     type=_PATH,
-    callback=_writable,
+    callback=_json_path,
     help="Write one JSON object to a file, or without one to stdout, where all else then goes to stderr.",
 )
 # So too, `csv_to`.

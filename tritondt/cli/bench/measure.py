@@ -19,7 +19,7 @@ from tritondt.cli.bench import own_pack
 from tritondt.cli.bench.breakdown import Breakdown, measured_peak, parts_of
 from tritondt.cli.bench.cases import Case
 from tritondt.cli.bench.collective import shared_memory
-from tritondt.cli.bench.collective.sides import NotOfferedError
+from tritondt.cli.bench.collective.sides import NotOfferedError, told_errors
 from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import SLOWEST_RANK, WARM_UP_ROUNDS, Run, Times, time_interleaved
 from tritondt.cli.bench.inputs import DTYPES, source_part, target_part
@@ -132,7 +132,7 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
     for case in request.cases:
         if case.mesh_shape not in meshes:
             meshes[case.mesh_shape] = T.init_device_mesh("cpu", case.mesh_shape)
-        with torch.no_grad(), _quiet_torch():
+        with torch.no_grad(), _quiet_torch(), told_errors(request.others, case):
             found = _measure(case, meshes[case.mesh_shape], request, peak_bytes_per_s)
         if dist.get_rank() == 0:
             send(found)

@@ -1,9 +1,9 @@
-"""`bench report`: one page of all results of a folder, with bandwidths, ratios and histograms of times."""
+"""`bench report`: one page of all results of a folder, with bandwidths, latencies, ratios and histograms of times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from math import prod
 from pathlib import Path
@@ -16,13 +16,15 @@ from tritondt.cli.bench.compare import MALFORMED, read, seconds_of
 from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import percentile
 from tritondt.cli.bench.inputs import DTYPES
+from tritondt.cli.charts import COLOURS, Series, histogram, line_chart
 from tritondt.cli.foreign_files import printable
 from tritondt.cli.html_page import charts, legend, page, table
 from tritondt.cli.outputs import refuse_obstacle, refuse_unwritable, replace_file
-from tritondt.cli.svg import COLOURS, Series, histogram, line_chart
 
 _PLACES = ("out_of_place", "in_place")
 _MOST_HISTOGRAMS = 24
+# Of fewer iterations a histogram shows how they happened to fall.
+_FEWEST_ITERATIONS = 30
 _TIMES = ("median ms", "p95 ms", "p99 ms", "fastest ms")
 _REFERENCE = "torch"
 _UNITS = (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
@@ -110,58 +112,74 @@ def _section(name: str, found: Mapping[str, Any]) -> Iterator[str]:
     groups: dict[str, list[Point]] = {}
     for point in points:
         groups.setdefault(point.group, []).append(point)
-    yield "<h3>Bandwidth over size</h3>"
-    yield charts(_bandwidth(group, own, styles) for group, own in groups.items())
-    if len(styles) > 1:
-        reference = _REFERENCE if _REFERENCE in styles else next(iter(styles))
-        drawn = [_ratios(group, own, styles, reference) for group, own in groups.items()]
-        yield f"<h3>Time / {escape(reference)}'s, by medians; below 1 is faster</h3>"
-        yield charts(drawing for drawing in drawn if drawing)
-    yield "<h3>Times of iterations, each as long as its slowest rank</h3>"
-    yield from _histograms(groups, styles)
+    for heading, drawn in _headed_charts(groups, styles):
+        if any(drawn):
+            yield f"<h3>{escape(heading)}</h3>"
+            yield charts(filter(None, drawn))
     yield "<details><summary>All figures</summary>" + _figures(points) + "</details>"
 
 
-def _bandwidth(group: str, points: Sequence[Point], styles: Mapping[str, int]) -> str:
-    series = [
-        Series(side, sorted((p.size, p.bus_gb_per_s) for p in points if p.side == side and p.is_right), style)
+Groups = Mapping[str, Sequence[Point]]
+Styles = Mapping[str, int]
+
+
+def _headed_charts(groups: Groups, styles: Styles) -> Iterator[tuple[str, list[str]]]:
+    """Charts of a section below their headings; only right results are in them."""
+    right = {group: [point for point in own if point.is_right] for group, own in groups.items()}
+    yield "Bandwidth over size", [_bandwidth(group, own, styles) for group, own in right.items()]
+    tinted = "Latency over size: median time, tinted up to the 95th percentile"
+    yield tinted, [_latency(group, own, styles) for group, own in right.items()]
+    if len(styles) > 1:
+        reference = _REFERENCE if _REFERENCE in styles else next(iter(styles))
+        heading = f"Time / {reference}'s, by medians; below 1 is faster"
+        yield heading, [_ratios(group, own, styles, reference) for group, own in right.items()]
+    cases = _with_histograms(right)
+    said = f"Times of iterations, each as long as its slowest rank, where there are {_FEWEST_ITERATIONS} and more"
+    yield said, [_histogram(group, size, right[group], styles) for group, size in cases]
+
+
+def _lines(points: Sequence[Point], styles: Styles, y: Callable[[Point], float]) -> list[Series]:
+    """A line for each implementation; a value of 0, as the bandwidth where nothing moves, has no place on the axis."""
+    return [
+        Series(side, sorted((p.size, y(p)) for p in points if p.side == side and p.size > 0 and y(p) > 0), style)
         for side, style in styles.items()
     ]
-    return line_chart(group, "GB/s", [each for each in series if each.points], size_text)
 
 
-def _ratios(group: str, points: Sequence[Point], styles: Mapping[str, int], reference: str) -> str:
+def _bandwidth(group: str, points: Sequence[Point], styles: Styles) -> str:
+    return line_chart(group, "GB/s", _lines(points, styles, lambda p: p.bus_gb_per_s), size_text)
+
+
+def _latency(group: str, points: Sequence[Point], styles: Styles) -> str:
+    medians = _lines(points, styles, lambda p: median(p.seconds) * 1e6)
+    tops = _lines(points, styles, lambda p: percentile(p.seconds, 95) * 1e6)
+    both = [replace(line, tops=[y for _, y in top.points]) for line, top in zip(medians, tops, strict=True)]
+    return line_chart(group, "us", both, size_text)
+
+
+def _ratios(group: str, points: Sequence[Point], styles: Styles, reference: str) -> str:
     """Lines of ratios to the reference; empty where it has no right result of the group."""
-    theirs = {point.size: median(point.seconds) for point in points if point.side == reference and point.is_right}
-    series = [
-        Series(
-            side,
-            sorted(
-                (p.size, median(p.seconds) / theirs[p.size])
-                for p in points
-                if p.side == side and p.is_right and p.size in theirs
-            ),
-            style,
-        )
-        for side, style in styles.items()
-        if side != reference
-    ]
-    drawn = [each for each in series if each.points]
-    return line_chart(group, "ratio", drawn, size_text, reference=1.0) if drawn else ""
+    theirs = {point.size: median(point.seconds) for point in points if point.side == reference}
+    others = {side: style for side, style in styles.items() if side != reference}
+    both = [point for point in points if point.size in theirs]
+    series = _lines(both, others, lambda p: median(p.seconds) / theirs[p.size])
+    return line_chart(group, "ratio", series, size_text, reference=1.0)
 
 
-def _histograms(groups: Mapping[str, Sequence[Point]], styles: Mapping[str, int]) -> Iterator[str]:
-    cases = [(group, size) for group, own in groups.items() for size in sorted({point.size for point in own})]
-    if len(cases) > _MOST_HISTOGRAMS:
-        ends = {group: {min(p.size for p in own), max(p.size for p in own)} for group, own in groups.items()}
-        chosen = [case for case in cases if case[1] in ends[case[0]]][:_MOST_HISTOGRAMS]
-        yield f"<p>{len(chosen)} of {len(cases)} cases: smallest and largest sizes.</p>"
-        cases = chosen
-    drawn = []
-    for group, size in cases:
-        times = {p.side: [s * 1e3 for s in p.seconds] for p in groups[group] if p.size == size}
-        drawn.append(histogram(f"{size_text(size)} {group}", "ms", times, styles))
-    yield charts(drawn)
+def _with_histograms(groups: Groups) -> list[tuple[str, int]]:
+    """Groups and sizes with enough iterations; of too many, each group's smallest and largest."""
+    enough = {group: [p for p in own if len(p.seconds) >= _FEWEST_ITERATIONS] for group, own in groups.items()}
+    cases = [(group, size) for group, own in enough.items() for size in sorted({point.size for point in own})]
+    if len(cases) <= _MOST_HISTOGRAMS:
+        return cases
+    ends = {group: {min(p.size for p in own), max(p.size for p in own)} for group, own in enough.items() if own}
+    return [case for case in cases if case[1] in ends[case[0]]][:_MOST_HISTOGRAMS]
+
+
+def _histogram(group: str, size: int, points: Sequence[Point], styles: Styles) -> str:
+    enough = [p for p in points if p.size == size and len(p.seconds) >= _FEWEST_ITERATIONS]
+    times = {p.side: [s * 1e3 for s in p.seconds] for p in enough}
+    return histogram(f"{size_text(size)} {group}", "ms", times, styles)
 
 
 def _figures(points: Sequence[Point]) -> str:
@@ -192,7 +210,8 @@ def size_text(size: float) -> str:
 def report(folder: Path, out: Path | None) -> None:
     """Write one self-contained HTML page of all results in a folder: files that bench has written with --json.
 
-    It has bandwidths over sizes, ratios to torch, histograms of times, machine and versions, and asks no network.
+    It has bandwidths and latencies over sizes, ratios to torch, histograms of times, machine and versions, and asks no
+    network.
     """
     if not folder.is_dir():
         raise click.UsageError(f"{folder} is no folder; allowed is one with results of bench --json")

@@ -23,9 +23,9 @@ def line(item: Measured) -> str:
 
 
 def print_report(found: Sequence[Measured], console: Console, average: int) -> None:
-    """Prints the times and the bytes of all cases, in at most 80 columns, and the summaries."""
+    """Prints the times and the bytes of all cases, in the terminal's columns or in 80, and the summaries."""
     _say(console, f"times in ms, of {AVERAGES[average]} of ranks; GB/s: the tensor's bytes over the median")
-    for lines in _tables_of_times(found):
+    for lines in _tables_of_times(found, console.width if console.is_terminal else _COLUMNS):
         for text in lines:
             _say(console, text)
     _say(console, "bytes that all ranks send; busbw: the busiest rank's over the median, GB/s")
@@ -50,18 +50,19 @@ def _say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+# Where no terminal says how many.
 _COLUMNS = 80
 _TIMES = ("from->to", "rounds", "median", "p95", "fastest", "GB/s")
 _BYTES = ("from->to", "messages", "sent", "minimum", "sent/min", "busbw", "wire/sent")
 
 
-def _tables_of_times(found: Sequence[Measured]) -> list[list[str]]:
+def _tables_of_times(found: Sequence[Measured], columns: int) -> list[list[str]]:
     """One table where there is one other and the terminal has room for it, else one for each other below our own."""
     others = list(found[0].others)
     if len(others) == 1:
         rows = [(item.case.size, _times(item, others)) for item in found]
         both = _table((*_TIMES, *_header_of(others[0])), rows)
-        if max(map(len, both)) <= _COLUMNS:
+        if max(map(len, both)) <= columns:
             return [both]
     tables = [_table(_TIMES, [(item.case.size, _times(item, ())) for item in found])]
     for name in others:

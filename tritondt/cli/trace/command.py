@@ -17,7 +17,7 @@ from tritondt.cli.outputs import refuse_unwritable
 from tritondt.cli.ranks import check_started_here
 from tritondt.cli.surroundings import surroundings
 from tritondt.cli.trace.on_rank import collect, trace_on_rank
-from tritondt.cli.trace.page import trace_page
+from tritondt.cli.trace.picture import check_ending, write_summary
 from tritondt.cli.trace.starting import run_ranks
 from tritondt.debug.tracing.clock import Alignment, Offset, aligned
 from tritondt.debug.tracing.record import RankRecord
@@ -37,6 +37,12 @@ def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | 
     return path
 
 
+def _drawable(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    if path is not None:
+        check_ending(path)
+    return _writable(context, parameter, path)
+
+
 @click.command(context_settings={"ignore_unknown_options": False})
 @click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="Ranks to start.  [default: 2]")
 @click.option(
@@ -48,15 +54,15 @@ def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | 
     metavar="FILE",
 )
 @click.option(
-    "--html",
+    "--summary",
     type=click.Path(dir_okay=False),
-    callback=_writable,
+    callback=_drawable,
     metavar="FILE",
-    help="Write a page with timeline and summary, too.",
+    help="Write a page with the summary, too: .png, .svg or .pdf.",
 )
 @click.option("--collected", is_flag=True, hidden=True, help="Whether whoever has started this rank collects.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- SCRIPT [ARGS]...")
-def trace(ranks: int | None, out: str, html: str | None, collected: bool, program: tuple[str, ...]) -> None:
+def trace(ranks: int | None, out: str, summary: str | None, collected: bool, program: tuple[str, ...]) -> None:
     """Run a program on ranks, and write what they did when as a timeline, with a summary.
 
     The file is in the trace-event format: https://ui.perfetto.dev and chrome://tracing read it. Steps end
@@ -68,8 +74,8 @@ def trace(ranks: int | None, out: str, html: str | None, collected: bool, progra
     torchrun --nproc-per-node 8 -m tritondt trace -- -m package.train
     """
     _check_program(program)
-    if html == out:
-        raise click.UsageError(f"--html and --out both go to {out}")
+    if summary == out:
+        raise click.UsageError(f"--summary and --out both go to {out}")
     found = environment.launched()
     if found is None:
         status, records = _start(2 if ranks is None else ranks, out, program)
@@ -88,7 +94,7 @@ def trace(ranks: int | None, out: str, html: str | None, collected: bool, progra
         if collected or found.rank > 0:
             sys.exit(status)
         records = collect(store, num_ranks, waits=True)
-    _write(records, num_ranks, (out, html), program)
+    _write(records, num_ranks, (out, summary), program)
     sys.exit(status)
 
 
@@ -113,7 +119,7 @@ def _check_program(program: Sequence[str]) -> None:
 
 def _write(records: list[RankRecord], num_ranks: int, paths: tuple[str, str | None], program: Sequence[str]) -> None:
     """Writes the file, and the page where one is asked for, and prints the summary; says on stderr what is missing."""
-    out, html = paths
+    out, picture = paths
     missing = sorted(set(range(num_ranks)) - {record.rank for record in records})
     if not records:
         raise click.ClickException(f"none of {num_ranks} ranks has left a record; {out} is not written")
@@ -136,8 +142,8 @@ def _write(records: list[RankRecord], num_ranks: int, paths: tuple[str, str | No
     }
     Path(out).write_text(json.dumps(document), encoding="utf-8")
     told = f"{summary_text(summary, len(records))}\nclocks against rank 0: {_clocks_text(alignments)}"
-    if html is not None:
-        Path(html).write_text(trace_page(document, told), encoding="utf-8")
+    if picture is not None:
+        write_summary(Path(picture), document["otherData"])
     click.echo(told)
     for rank, failure in failures.items():
         click.echo(f"partial: rank {rank} ended early: {failure}", err=True)

@@ -117,6 +117,19 @@ def case_of_matrix(
     return _case(KINDS[name], num_ranks, type_name, itemsize, redop, root, matrix)
 
 
+def case_of_elements(
+    name: str, num_ranks: int, type_and_size: tuple[str, int], redop: str, root: int, parts: tuple[int, ...]
+) -> Case:
+    """Case of so many elements: of each rank's part, of each pair's in an all-to-all, or of the one buffer.
+
+    >>> case_of_elements("all_to_all", 2, ("float", 4), "none", 0, (3, 3)).matrix
+    ((3, 3), (3, 3))
+    """
+    type_name, itemsize = type_and_size
+    matrix = (parts,) * num_ranks if name.startswith("all_to_all") else (parts,)
+    return _case(KINDS[name], num_ranks, type_name, itemsize, redop, root, matrix)
+
+
 def _case(kind: Kind, num_ranks: int, type_name: str, itemsize: int, redop: str, root: int, matrix: Matrix) -> Case:
     return Case(
         kind,

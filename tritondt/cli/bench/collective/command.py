@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
 from typing import Any
 
 import click
 
 from tritondt.cli import ranks as joined_ranks
+from tritondt.cli.bench import nccl_tests
 from tritondt.cli.bench.collective.documents import as_csv, as_json
 from tritondt.cli.bench.collective.kinds import KINDS, Kind
 from tritondt.cli.bench.collective.on_rank import Devices, Starting, measure_on_rank
-from tritondt.cli.bench.collective.options import Choice, make_request, options
+from tritondt.cli.bench.collective.options import Choice, make_request, options, unasked
 from tritondt.cli.bench.collective.record import Row, average_bus_bandwidth, num_wrong
 from tritondt.cli.bench.collective.request import Request
 from tritondt.cli.bench.collective.table import Table, reaches
 from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, write_json, write_text
 from tritondt.cli.launch import num_cores
+from tritondt.cli.outputs import columns
 from tritondt.cli.progress import ProgressLine
 from tritondt.cli.surroundings import surroundings
 
@@ -31,8 +31,7 @@ class _Printed:
         self.rows: list[Row] = []
         self.devices: Devices | None = None
         self._request, self._notes, self._to_stderr, self._progress = request, notes, to_stderr, progress
-        stream = sys.stderr if to_stderr else sys.stdout
-        self.table = Table(request, shutil.get_terminal_size().columns if stream.isatty() else None)
+        self.table = Table(request, columns(to_stderr))
         self._num_started = 0
 
     def take(self, message: object) -> None:
@@ -56,10 +55,19 @@ class _Printed:
 
 
 def _command(kind: Kind) -> click.Command:
-    def run(ranks: int | None, min_bw: float | None, json_to: str | None, csv_to: str | None, **values: Any) -> None:
+    def run(
+        ranks: int | None,
+        ngpus: int | None,
+        min_bw: float | None,
+        json_to: str | None,
+        csv_to: str | None,
+        **values: Any,
+    ) -> None:
         if json_to is not None and json_to == csv_to:
             raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
-        num_ranks = joined_ranks.join(ranks, max(_FEWEST_RANKS, min(_MOST_RANKS, num_cores())))
+        num_ranks = joined_ranks.join(
+            nccl_tests.ranks_asked(ranks, ngpus), max(_FEWEST_RANKS, min(_MOST_RANKS, num_cores()))
+        )
         request, notes = make_request(kind, num_ranks, Choice(**values))
         status = _measure(request, notes, min_bw, json_to, csv_to)
         if status:
@@ -74,9 +82,15 @@ def _command(kind: Kind) -> click.Command:
     \b
     python -m tritondt bench {kind.name} -b 1M -e 32M -f 2 --impl tritondt,engine,torch
     """
-    for decorate in reversed([*options(kind), json_option, csv_option]):
+    decorators: list[nccl_tests.Decorator] = [
+        *options(kind),
+        json_option,
+        csv_option,
+        nccl_tests.options(*unasked(kind)),
+    ]
+    for decorate in reversed(decorators):
         run = decorate(run)
-    return click.command(kind.name)(run)
+    return click.command(kind.name, epilog=nccl_tests.EPILOG)(run)
 
 
 def _measure(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from tritondt.cli.bench.collective.case import Case
 from tritondt.cli.bench.collective.data import DTYPES, expected, given, num_wrong
 from tritondt.cli.bench.collective.record import Parts, Row, Timing
 from tritondt.cli.bench.collective.request import Request, label
-from tritondt.cli.bench.collective.sides import ENGINE, Bind, Call, NotOfferedError, Run, backend_of, load
+from tritondt.cli.bench.collective.sides import ENGINE, Bind, Call, NotOfferedError, Run, backend_of, load, told_errors
 from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import own_seconds
 from tritondt.comm.objects import gather_objects
@@ -122,6 +122,27 @@ def _open(name: str, request: Request) -> _Side:
     return _Side(name, bind, group)
 
 
+def open_sides(request: Request) -> list[_Side]:
+    """All implementations of a request, each with a group; a collective call."""
+    _device(request)
+    return [_open(name, request) for name in request.sides]
+
+
+def checked_calls(side: _Side, cases: Sequence[Case], request: Request) -> tuple[list[Run], int | None, str | None]:
+    """Runs of a side's calls out of place, the number of wrong elements, and why it refuses one; a collective call."""
+    rank = dist.get_rank()
+    runs, wrong = list[Run](), 0
+    for case in cases:
+        call_of, reset = _buffers(case, rank, given(case, rank, request.device), False, request.device)
+        contestant = _Contestant(side, call_of(side.group), reset)
+        _check(contestant, expected(case, rank, request.device) if request.check else None, request)
+        if contestant.run is None:
+            return [], None, contestant.refusal
+        runs.append(contestant.run)
+        wrong += contestant.num_wrong or 0
+    return runs, wrong if request.check else None, None
+
+
 def _measure(case: Case, sides: list[_Side], request: Request, peak_bytes_per_s: float | None) -> list[Row]:
     rank = dist.get_rank()
     x = given(case, rank, request.device)
@@ -176,26 +197,44 @@ def _buffers(
 
 def _check(contestant: _Contestant, correct: torch.Tensor | None, request: Request) -> None:
     """Binds an implementation and runs it, once even where nothing is compared: it may refuse the call."""
-    refusal = None
     contestant.reset()
     wrong = 0
-    try:
+
+    def bind() -> None:
         run = contestant.side.bind(contestant.call)
         contestant.run = _synchronized(run) if request.device == "cuda" else run
+
+    def check() -> None:
+        nonlocal wrong
+        assert contestant.run is not None, "it was bound"
         for _ in range(max(request.check, 1)):
             contestant.reset()
             result = contestant.run()
             if correct is not None and correct.numel():
                 wrong += num_wrong(contestant.call.case, contestant.call.out if result is None else result, correct)
-    except Exception as error:  # noqa: BLE001 - whatever a library raises, it says why the row is missing
-        refusal = str(error) if isinstance(error, NotOfferedError) else f"{type(error).__name__}: {error}"
-    contestant.refusal = _agreed(contestant, gather_objects(refusal))
-    if contestant.refusal is not None:
-        contestant.run = None
-    elif correct is not None:
+
+    # One that some ranks refuse is run on none: the others would wait for them.
+    for part in (bind, check):
+        contestant.refusal = _agreed(contestant, gather_objects(_refusal_of(contestant, part)))
+        if contestant.refusal is not None:
+            contestant.run = None
+            return
+    if correct is not None:
         total = torch.tensor([wrong])
         dist.all_reduce(total)
         contestant.num_wrong = int(total)
+
+
+def _refusal_of(contestant: _Contestant, part: Callable[[], None]) -> str | None:
+    """The reason why a part cannot be run, None once it has been; an error of a function of one's own is raised."""
+    try:
+        with told_errors((contestant.side.name,), contestant.call.case):
+            part()
+    except BenchmarkError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a library raises, it says why the row is missing
+        return str(error) if isinstance(error, NotOfferedError) else f"{type(error).__name__}: {error}"
+    return None
 
 
 def _agreed(contestant: _Contestant, refusals: list[str | None]) -> str | None:
@@ -230,9 +269,10 @@ def _time(contestants: list[_Contestant], request: Request) -> list[Timing]:
         return []
     for contestant in contestants:
         contestant.reset()
-    if request.warmup:
-        own_seconds(runs, request.warmup)
-    own = own_seconds(runs, request.iterations)
+    with told_errors([contestant.side.name for contestant in contestants], contestants[0].call.case):
+        if request.warmup:
+            own_seconds(runs, request.warmup)
+        own = own_seconds(runs, request.iterations)
     gathered = [torch.empty_like(own) for _ in range(request.num_ranks)]
     dist.all_gather(gathered, own)
     of_runs = torch.stack(gathered, dim=1).tolist()

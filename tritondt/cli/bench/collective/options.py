@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tritondt.cli.bench.collective.sides import ENGINE, refusal
 from tritondt.cli.bench.collective.sizes import DEFAULT_STEP, bytes_text, parse_bytes, sweep
 from tritondt.cli.bench.collective.splits import read_matrix
 from tritondt.cli.bench.errors import BenchmarkError
+from tritondt.cli.bench.nccl_tests import Decorator, Flag
 from tritondt.cli.bench.over_sockets import choose_sockets
 
 ALL = "all"
@@ -26,8 +26,6 @@ DEFAULT_SIZE = "32M"
 _DEFAULT_SKEW = 0.5
 _TYPES_OF_TORCH = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 _MEMORY = Path("/proc/meminfo")
-
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class _Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.2 on
@@ -43,6 +41,28 @@ class _Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic
 
 
 SIZE = _Size()
+
+
+class _Root(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """A rank, or all of them in turn."""
+
+    name = "rank|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        text = str(value)
+        if text != ALL and not text.isdecimal():
+            self.fail(f"{text!r} is no root; allowed are a rank, as in 0, and {ALL}", param, ctx)
+        return text if text == ALL else int(text)
+
+
+def unasked(kind: Kind) -> tuple[Flag, ...]:
+    """nccl-tests' flags that say nothing of a collective, which its command refuses by name."""
+    found = []
+    if not kind.reduces:
+        found.append(Flag("-o", "--op", (), f"{kind.name} reduces nothing; leave -o out"))
+    if not kind.has_root:
+        found.append(Flag("-r", "--root", (), f"{kind.name} has no root; leave -r out"))
+    return tuple(found)
 
 
 def options(kind: Kind) -> list[Decorator]:
@@ -85,7 +105,7 @@ def options(kind: Kind) -> list[Decorator]:
     if kind.reduces:
         found.append(click.option("-o", "--op", default="sum", show_default=True, help="Reduction, or all."))
     if kind.has_root:
-        found.append(click.option("-r", "--root", type=click.IntRange(0), default=0, show_default=True))
+        found.append(click.option("-r", "--root", type=_Root(), default="0", show_default=True, help="Root, or all."))
     if kind.has_uneven_parts:
         found.append(
             click.option(
@@ -117,7 +137,7 @@ class Choice:
     threads: int
     impl: str
     op: str = "sum"
-    root: int = 0
+    root: int | str = 0
     skew: float = 0.0
     matrix: Path | None = None
     breakdown: bool = False
@@ -125,19 +145,17 @@ class Choice:
 
 def make_request(kind: Kind, num_ranks: int, choice: Choice) -> tuple[Request, list[str]]:
     """Request of a command, and lines on what was left out of it. BenchmarkError where nothing is left."""
-    notes: list[str] = []
-    if choice.root >= num_ranks:
-        raise BenchmarkError(f"rank {choice.root} is no root (-r) of {num_ranks} ranks; allowed are 0..{num_ranks - 1}")
+    sides, notes = implementations(choice.impl, choice.device)
     if not 0 <= choice.skew <= 1:
         raise BenchmarkError(f"--skew {choice.skew} was asked for; allowed is a number from 0 to 1")
-    sides = _sides(choice, notes)
     if choice.breakdown:
         _check_breakdown(choice, sides)
     cases = [
         case
         for type_name in _types(choice.datatype)
         for redop in (_redops(choice.op, type_name, notes) if kind.reduces else ("none",))
-        for case in _cases(kind, num_ranks, type_name, redop, choice, notes)
+        for root in (_roots(choice.root, num_ranks) if kind.has_root else (0,))
+        for case in _cases(kind, num_ranks, (type_name, redop, root), choice, notes)
     ]
     if not cases:
         raise BenchmarkError(f"there is nothing to measure: {'; '.join(notes)}")
@@ -154,7 +172,10 @@ def make_request(kind: Kind, num_ranks: int, choice: Choice) -> tuple[Request, l
         breaks_down=choice.breakdown,
         step=_step(choice),
     )
-    _check_memory(request)
+    if request.device == "cpu":
+        check_memory(
+            request.buffer_bytes, num_ranks, f"buffers of {bytes_text(max(case.size for case in request.cases))}"
+        )
     return request, notes
 
 
@@ -167,18 +188,18 @@ def _step(choice: Choice) -> float | int | None:
     return DEFAULT_STEP if choice.stepbytes is None else choice.stepbytes
 
 
-def _sides(choice: Choice, notes: list[str]) -> list[str]:
-    if choice.device == "cuda" and not torch.cuda.is_available():
+def implementations(impl: str, device: str) -> tuple[list[str], list[str]]:
+    """Names of --impl that are available on a device, and a line on each that is not; BenchmarkError without any."""
+    if device == "cuda" and not torch.cuda.is_available():
         raise BenchmarkError(f"--device cuda was asked for; torch {torch.__version__} sees no CUDA device")
-    asked = [name.strip() for name in choice.impl.split(",") if name.strip()]
+    asked = [name.strip() for name in impl.split(",") if name.strip()]
     if len(set(asked)) < max(len(asked), 1):
-        raise BenchmarkError(f"--impl {choice.impl!r}: allowed are names joined by commas, each once")
-    reasons = {name: refusal(name, choice.device) for name in asked}
+        raise BenchmarkError(f"--impl {impl!r}: allowed are names joined by commas, each once")
+    reasons = {name: refusal(name, device) for name in asked}
     found = [name for name in asked if reasons[name] is None]
     if not found:
         raise BenchmarkError("; ".join(f"{name} is not available: {reason}" for name, reason in reasons.items()))
-    notes += [f"{name} is not available: {reason}" for name, reason in reasons.items() if reason is not None]
-    return found
+    return found, [f"{name} is not available: {reason}" for name, reason in reasons.items() if reason is not None]
 
 
 def _check_breakdown(choice: Choice, sides: list[str]) -> None:
@@ -211,14 +232,24 @@ def _redops(text: str, type_name: str, notes: list[str]) -> tuple[str, ...]:
     return found
 
 
-def _cases(kind: Kind, num_ranks: int, type_name: str, redop: str, choice: Choice, notes: list[str]) -> list[Case]:
+def _roots(root: int | str, num_ranks: int) -> tuple[int, ...]:
+    if isinstance(root, str):
+        return tuple(range(num_ranks))
+    if root >= num_ranks:
+        allowed = f"allowed are 0..{num_ranks - 1}, and {ALL}"
+        raise BenchmarkError(f"rank {root} is no root (-r) of {num_ranks} ranks; {allowed}")
+    return (root,)
+
+
+def _cases(kind: Kind, num_ranks: int, asked: tuple[str, str, int], choice: Choice, notes: list[str]) -> list[Case]:
+    type_name, redop, root = asked
     typed = (type_name, DTYPES[type_name].itemsize)
     if choice.matrix is not None:
         if any(each is not None for each in (choice.minbytes, choice.maxbytes, choice.stepfactor, choice.stepbytes)):
             raise BenchmarkError("--matrix says the bytes of each part; sizes (-b, -e, -f, -i) do not go with it")
         num_rows = num_ranks if kind.name.startswith("all_to_all") else 1
         bytes_matrix = read_matrix(choice.matrix, num_rows, num_ranks)
-        given = case_of_matrix(kind.name, num_ranks, typed, redop, choice.root, bytes_matrix)
+        given = case_of_matrix(kind.name, num_ranks, typed, redop, root, bytes_matrix)
         if not given.size:
             raise BenchmarkError(
                 f"every part of the matrix {choice.matrix} is below 16 bytes, to which parts are rounded"
@@ -228,22 +259,23 @@ def _cases(kind: Kind, num_ranks: int, type_name: str, redop: str, choice: Choic
     last = first if choice.maxbytes is None else choice.maxbytes
     found: list[Case] = []
     for size in sweep(first, last, choice.stepfactor, choice.stepbytes):
-        case = make_case(kind.name, num_ranks, typed, redop, choice.root, size, choice.skew)
+        case = make_case(kind.name, num_ranks, typed, redop, root, size, choice.skew)
         if case is None:
-            notes.append(f"{bytes_text(size)} left out: less than 16 bytes a rank, or than an element")
+            note = f"{bytes_text(size)} left out: less than 16 bytes a rank, or than an element"
+            notes += [note] if note not in notes else []
         elif not found or case != found[-1]:
             found.append(case)
     return found
 
 
-def _check_memory(request: Request) -> None:
-    if request.device != "cpu" or not _MEMORY.exists():
+def check_memory(num_bytes: int, num_ranks: int, what: str) -> None:
+    """BenchmarkError where this machine has not so many bytes free."""
+    if not _MEMORY.exists():
         return
     lines = (line.split() for line in _MEMORY.read_text(encoding="utf-8").splitlines())
     free = next((int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"), None)
-    if free is not None and request.buffer_bytes > free:
+    if free is not None and num_bytes > free:
         raise BenchmarkError(
-            f"{request.num_ranks} ranks need {request.buffer_bytes / 1e9:.1f} GB for buffers of "
-            f"{bytes_text(max(case.size for case in request.cases))}, and {free / 1e9:.1f} GB are free; take a "
+            f"{num_ranks} ranks need {num_bytes / 1e9:.1f} GB for {what}, and {free / 1e9:.1f} GB are free; take a "
             "smaller -e, or fewer --ranks"
         )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -80,6 +83,36 @@ def load(name: str) -> Bind:
     """Function that `MODULE:FUNCTION` names; it takes a Call and returns what is to be timed."""
     bind: Bind = imported(name)
     return bind
+
+
+@contextmanager
+def told_errors(names: Sequence[str], case: object) -> Iterator[None]:
+    """Context in which an error of a function of one's own is raised as one that says whose it is and on which line.
+
+    `names` are implementations, of which those as MODULE:FUNCTION are one's own; other errors pass.
+    """
+    try:
+        yield
+    except NotOfferedError:
+        raise
+    except Exception as error:
+        for name in names:
+            frames = _own_frames(error, imported(name)) if ":" in name else []
+            if frames:
+                at = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})"
+                text = f"{name} raised {type(error).__name__} at {at}: {error}"
+                where = f"on rank {dist.get_rank()} of {dist.get_world_size()}, in {case}"
+                lines = "".join(traceback.format_list(frames)).rstrip()
+                raise BenchmarkError(f"{text}\n{where}\n{lines}") from error
+        raise
+
+
+def _own_frames(error: Exception, function: Callable[..., Any]) -> list[traceback.FrameSummary]:
+    """Frames of an error from the first to the last in the file of a function; none where it never was there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    places = [place for place, frame in enumerate(frames) if code is not None and frame.filename == code.co_filename]
+    return list(frames[places[0] : places[-1] + 1]) if places else []
 
 
 def imported(name: str) -> Callable[..., Any]:

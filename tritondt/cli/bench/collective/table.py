@@ -21,9 +21,9 @@ from tritondt.cli.bench.collective.sizes import bytes_text
 from tritondt.cli.bench.harness import percentile
 
 _PLACES = ("out", "in")
-# nccl-tests' columns, and two more with a name of up to 10 letters.
-_WIDE = 116
-_SIDE_WIDTH = 10
+# nccl-tests' columns; then the same closer together, so that a name fits in 120; a name is two and up to 10 letters.
+_WIDE, _CLOSER = 118, 106
+_SIDE_WIDTH = 2 + 10
 
 
 def figure(value: float, width: int) -> str:
@@ -41,9 +41,12 @@ class Table:
 
     def __init__(self, request: Request, columns: int | None) -> None:
         self._request = request
-        needed = _WIDE + (2 + _SIDE_WIDTH if len(request.sides) > 1 else 0)
-        self._is_wide = columns is None or columns >= needed
+        more = _SIDE_WIDTH if len(request.sides) > 1 else 0
+        self._is_wide = columns is None or columns >= _CLOSER + more
+        # Between columns: two spaces where they are as far apart as nccl-tests', else one.
+        self._space = "  " if columns is None or columns >= _WIDE + more else " "
         self._columns = columns
+        self._said = ""
 
     def title(self, devices: Devices, versions: dict[str, str], notes: Sequence[str]) -> list[str]:
         """Lines above the table: versions, what is measured, and where."""
@@ -84,10 +87,16 @@ class Table:
                 f"#{'size':>10} {'count':>10} {'type':>8}    {figures}",
                 f"#{'(B)':>10} {'(elem.)':>10} {'':>8}    {units}",
             ]
-        figures = f"  {'time':>7}  {'algbw':>6}  {'busbw':>6}  {'#wrong':>6}"
-        units = f"  {'(us)':>7}  {'(GB/s)':>6}  {'(GB/s)':>6}  {'':>6}"
-        left = f"#{'size':>11}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
-        below = f"#{'(B)':>11}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
+        between = self._space
+        figures, units = (
+            "".join(f"{between}{name:>{width}}" for name, width in zip(names, (7, 6, 6, 6), strict=True))
+            for names in (("time", "algbw", "busbw", "#wrong"), ("(us)", "(GB/s)", "(GB/s)", ""))
+        )
+        widths = (12, 12, 8, 6, 6)
+        left, below = (
+            between.join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True)).replace(" ", "#", 1)
+            for names in (("size", "count", "type", "redop", "root"), ("(B)", "(elements)", "", "", ""))
+        )
         above = f"#{'':>{len(left) - 1}}{'out-of-place':>{len(figures)}}{'in-place':>{len(figures)}}"
         side = f"  {'impl'}" if len(self._request.sides) > 1 else ""
         return [above, f"{left}{figures}{figures}{side}", (below + units + units).rstrip()]
@@ -97,23 +106,33 @@ class Table:
         case = row.case
         if row.note is not None:
             return self._wrapped([f"# {label(row.side)}: not run at {bytes_text(case.size)}: {row.note}"])
-        if self._is_wide:
-            left = f"{case.size:>12}  {case.count:>12}  {case.type:>8}  {case.redop:>6}  {case.root:>6}"
-            both = "".join(self._figures(row, place, 7) for place in _PLACES)
-            return [left + both + (f"  {label(row.side)}" if len(self._request.sides) > 1 else "")]
-        left = f"{case.size:>11} {case.count:>10} {case.type:>8}"
         side = f"  {label(row.side)}" if len(self._request.sides) > 1 else ""
-        return [f"{left} {place:>3}{self._figures(row, place, 8)}{side}" for place in row.timings]
+        if self._is_wide:
+            between = self._space
+            cells = (f"{case.size:>12}", f"{case.count:>12}", f"{case.type:>8}", f"{case.redop:>6}", f"{case.root:>6}")
+            return [between.join(cells) + "".join(self._figures(row, place, 7) for place in _PLACES) + side]
+        name = " ".join(_kind(case))
+        said = [f"# {name}:"] if self._has_several_kinds and name != self._said else []
+        self._said = name
+        left = f"{case.size:>11} {case.count:>10} {case.type:>8}"
+        return [*said, *(f"{left} {place:>3}{self._figures(row, place, 8)}{side}" for place in row.timings)]
+
+    @property
+    def _has_several_kinds(self) -> bool:
+        """Whether cases differ in more than size; narrow rows have no columns for reduction and root."""
+        return len({" ".join(_kind(case)) for case in self._request.cases}) > 1
 
     def _figures(self, row: Row, place: str, time_width: int) -> str:
+        between = self._space if self._is_wide else "  "
         timing = row.timings.get(place)
         if timing is None:
-            return f"  {'N/A':>{time_width}}  {'N/A':>6}  {'N/A':>6}  {'N/A':>6}"
-        seconds = timing.time_s(self._request.average)
-        bandwidths = row.case.kind.bandwidths(row.case.size, row.case.num_ranks, seconds)
-        wrong = "N/A" if timing.num_wrong is None else str(timing.num_wrong)
-        text = f"  {figure(seconds * 1e6, time_width)}"
-        return text + "".join(f"  {figure(each, 6)}" for each in bandwidths) + f"  {wrong:>6}"
+            cells = ["N/A".rjust(time_width), *("N/A".rjust(6) for _ in range(3))]
+        else:
+            seconds = timing.time_s(self._request.average)
+            bandwidths = row.case.kind.bandwidths(row.case.size, row.case.num_ranks, seconds)
+            wrong = "N/A" if timing.num_wrong is None else str(timing.num_wrong)
+            cells = [figure(seconds * 1e6, time_width), *(figure(each, 6) for each in bandwidths), wrong.rjust(6)]
+        return "".join(f"{between}{cell}" for cell in cells)
 
     def iterations(self, rows: Sequence[Row]) -> list[str]:
         """A line of percentiles for each row and place, of 80 columns with names of up to 10 letters."""

@@ -1,0 +1,240 @@
+"""`bench replay FILE`: the collectives of a recording in their order, by several implementations in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+
+from tritondt.cli import ranks as joined_ranks
+from tritondt.cli.bench import nccl_tests
+from tritondt.cli.bench.bootstrap import ratio_of
+from tritondt.cli.bench.collective.on_rank import checked_calls, open_sides
+from tritondt.cli.bench.collective.options import check_memory, implementations
+from tritondt.cli.bench.collective.recorded import Recording, read_recording
+from tritondt.cli.bench.collective.request import Request, label
+from tritondt.cli.bench.collective.sides import Run, told_errors
+from tritondt.cli.bench.collective.sizes import bytes_text
+from tritondt.cli.bench.errors import BenchmarkError
+from tritondt.cli.bench.harness import own_seconds
+from tritondt.cli.bench.json_result import is_printed, json_option, write_json
+from tritondt.cli.foreign_files import printable
+from tritondt.cli.outputs import columns, fitted
+from tritondt.cli.progress import ProgressLine
+from tritondt.cli.surroundings import run_fields, surroundings
+from tritondt.comm.objects import gather_objects
+
+_MS, _US = 1e3, 1e6
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A side's seconds of the whole on each rank in each iteration, and the mean of each case's calls on rank 0.
+
+    `refusal` says why a side cannot replay this recording; it then has no times.
+    """
+
+    side: str
+    seconds: tuple[tuple[float, ...], ...] = ()
+    of_case_s: tuple[float, ...] = ()
+    num_wrong: int | None = None
+    refusal: str | None = None
+
+    @property
+    def slowest_s(self) -> tuple[float, ...]:
+        """Time of each iteration on the rank that took longest in it."""
+        return tuple(map(max, zip(*self.seconds, strict=True)))
+
+
+def replay_on_rank(send: Callable[[object], None], request: Request) -> None:
+    """Replays on all sides and passes a Replayed for each to `send` on rank 0; a collective call of all ranks."""
+    torch.set_num_threads(request.num_threads)
+    distinct = tuple(Counter(request.cases))
+    order = [distinct.index(case) for case in request.cases]
+    runs: dict[str, Callable[[], None]] = {}
+    spent: dict[str, list[float]] = {}
+    wrong: dict[str, int | None] = {}
+    with torch.no_grad():
+        for side in open_sides(request):
+            calls, found, refusal = checked_calls(side, distinct, request)
+            if refusal is not None:
+                if dist.get_rank() == 0:
+                    send(Replayed(side.name, refusal=refusal))
+                continue
+            spent[side.name] = [0.0] * len(distinct)
+            runs[side.name], wrong[side.name] = _sequence(calls, order, spent[side.name]), found
+        if not runs:
+            return
+        with told_errors(list(runs), "the recording"):
+            own_seconds(list(runs.values()), max(request.warmup, 1))
+            for times in spent.values():
+                times[:] = [0.0] * len(times)
+            own = own_seconds(list(runs.values()), request.iterations)
+    of_ranks = gather_objects(own.tolist())
+    if dist.get_rank() == 0:
+        counts = Counter(order)
+        for number, name in enumerate(runs):
+            seconds = tuple(tuple(of_rank[number]) for of_rank in of_ranks)
+            means = tuple(total / request.iterations / counts[case] for case, total in enumerate(spent[name]))
+            send(Replayed(name, seconds, means, wrong[name]))
+
+
+def _sequence(calls: list[Run], order: list[int], spent: list[float]) -> Callable[[], None]:
+    """All calls in their order; what each takes is added to its place in `spent`."""
+
+    def run() -> None:
+        before = time.perf_counter()
+        for place in order:
+            calls[place]()
+            after = time.perf_counter()
+            spent[place] += after - before
+            before = after
+
+    return run
+
+
+@click.command(epilog=nccl_tests.EPILOG)
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--ranks", type=click.IntRange(min=2), help="Processes to start.  [default: as many as were recorded]")
+@click.option("--impl", default="tritondt,torch", show_default=True, help="Implementations, in turns.")
+@click.option("-n", "--iters", type=click.IntRange(1), default=20, show_default=True, help="Timed iterations.")
+@click.option("-w", "--warmup_iters", type=click.IntRange(1), default=1, show_default=True, help="Untimed ones.")
+@click.option("-c", "--check", type=click.IntRange(0), default=1, show_default=True, help="Checked ones; 0: none.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of a rank.")
+@json_option
+@nccl_tests.options()
+def replay(
+    file: Path,
+    ranks: int | None,
+    impl: str,
+    iters: int,
+    warmup_iters: int,
+    check: int,
+    device: str,
+    threads: int,
+    json_to: str | None,
+    ngpus: int | None,
+) -> None:
+    """Time the collectives of a recording, with its sizes and in its order.
+
+    FILE is what `trace --out` has written, or a rank-*.json of flight records, of a program on the backend
+    "tritondt". An iteration is all of its collectives, one after the other, without what was computed in between.
+
+    \b
+    python -m tritondt trace --ranks 2 --out step.json -- train.py
+    python -m tritondt bench replay step.json --impl tritondt,torch
+    """
+    asked = nccl_tests.ranks_asked(ranks, ngpus)
+    launched = joined_ranks.num_launched()
+    found = read_recording(file, asked if launched is None else launched)
+    if found.num_ranks < 2:
+        raise BenchmarkError(f"{printable(str(file))} was recorded on {found.num_ranks} rank; write --ranks 2, or more")
+    sides, notes = implementations(impl, device)
+    num_ranks = joined_ranks.join(asked if launched is None else None, found.num_ranks)
+    request = Request("replay", found.cases, tuple(sides), iters, warmup_iters, check, 3, device, threads)
+    check_memory(sum(Request("replay", (case,), ()).buffer_bytes for case in set(found.cases)), num_ranks, "its sizes")
+    status = _measure(request, found, (str(file), notes), num_ranks, json_to)
+    if status:
+        raise click.exceptions.Exit(status)
+
+
+def _measure(
+    request: Request, recording: Recording, said: tuple[str, list[str]], num_ranks: int, json_to: str | None
+) -> int:
+    replayed: list[Replayed] = []
+
+    def add(message: object) -> None:
+        assert isinstance(message, Replayed), f"ranks send what they replayed, not {message!r}"
+        replayed.append(message)
+
+    before = surroundings()
+    with ProgressLine() as progress:
+        progress.tell(f"replaying {len(request.cases)} collectives on {num_ranks} ranks")
+        status, errors = joined_ranks.run(num_ranks, replay_on_rank, request, add)
+    timed = [each for each in replayed if each.refusal is None]
+    wrong = sum(each.num_wrong or 0 for each in timed)
+    if joined_ranks.is_first():
+        to_stderr = is_printed(json_to)
+        width = columns(to_stderr)
+        for line in _lines(request, recording, said, replayed):
+            for part in fitted(printable(line), width, "#   "):
+                click.echo(part, err=to_stderr)
+        write_json(_as_json(request, recording, replayed, before, errors), json_to)
+    for error in errors:
+        click.echo(f"Error: {error}", err=True)
+    if not errors:
+        joined_ranks.leave()
+        if joined_ranks.is_first() and not timed:
+            raise click.ClickException("no implementation can replay this recording")
+    return status or int(wrong > 0)
+
+
+def _lines(request: Request, recording: Recording, said: tuple[str, list[str]], replayed: list[Replayed]) -> list[str]:
+    """The report: a row for each different collective with mean times on rank 0, and the time of the whole."""
+    file, notes = said
+    counts = Counter(request.cases)
+    timed = [each for each in replayed if each.refusal is None]
+    lines = [
+        f"# replay of {file}",
+        f"# {len(request.cases)} collectives, {len(counts)} different, on {recording.num_ranks} ranks",
+        *(f"# {note}" for note in notes),
+        *(f"# left out: {number} {name}" for name, number in recording.left_out.items()),
+        *(f"# {label(each.side)}: not run: {each.refusal}" for each in replayed if each.refusal is not None),
+    ]
+    if not timed:
+        return lines
+    lines.append("# mean time of a call on rank 0, in us")
+    names = "".join(f" {label(each.side):>10}" for each in timed)
+    lines.append(f"# {'collective':<14} {'calls':>6} {'size':>8} {'type':>8} {'redop':>5} {'root':>4}{names}")
+    for place, (case, number) in enumerate(counts.items()):
+        cells = "".join(f" {each.of_case_s[place] * _US:>10.1f}" for each in timed)
+        what = f"{bytes_text(case.size):>8} {case.type:>8} {case.redop:>5} {case.root:>4}"
+        lines.append(f"{case.kind.name:<16} {number:>6} {what}{cells}")
+    lines.append("# all of them, one after the other: median of the slowest rank's time, in ms")
+    lines += [f"# {label(each.side):>14}: {statistics.median(each.slowest_s) * _MS:.3f}" for each in timed]
+    wrong = sum(each.num_wrong or 0 for each in timed)
+    lines.append(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    for other in timed[1:]:
+        if all(each.num_wrong == 0 for each in (timed[0], other)):
+            ratio = ratio_of([(timed[0].slowest_s, other.slowest_s)], in_turns=True)
+            lines.append(f"# time of {label(timed[0].side)} / {label(other.side)}: {ratio}")
+    return lines
+
+
+def _as_json(
+    request: Request, recording: Recording, replayed: list[Replayed], before: dict[str, Any], errors: list[str]
+) -> dict[str, Any]:
+    counts = Counter(request.cases)
+    return {
+        "benchmark": "replay",
+        **run_fields(before),
+        **before,
+        "config": {"ranks": recording.num_ranks, "iterations": request.iterations, "implementations": request.sides},
+        "collectives": [
+            {"name": c.kind.name, "size": c.size, "type": c.type, "redop": c.redop, "root": c.root, "calls": number}
+            for c, number in counts.items()
+        ],
+        "order": [list(counts).index(case) for case in request.cases],
+        "left_out": recording.left_out,
+        "replayed": [
+            {
+                "implementation": each.side,
+                "refusal": each.refusal,
+                "nwrong": each.num_wrong,
+                "times_us": [round(seconds * _US, 3) for seconds in each.slowest_s] if each.seconds else [],
+                "mean_call_us": [round(seconds * _US, 3) for seconds in each.of_case_s],
+            }
+            for each in replayed
+        ],
+        "errors": list(errors),
+        "complete": not errors,
+    }
