@@ -12,7 +12,7 @@ __all__ = ["is_rng_supported_mesh", "manual_seed"]
 
 @checked
 def is_rng_supported_mesh(device_mesh: "DeviceMesh | Mesh") -> bool:
-    """Whether random operators run on a mesh: on any, for numbers follow from an element's place in the whole tensor.
+    """Whether random operators run on a mesh: on all, because numbers depend on an element's place in the whole tensor.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> run_ranks(2, lambda rank: is_rng_supported_mesh(Mesh((2,))))
@@ -26,8 +26,8 @@ def is_rng_supported_mesh(device_mesh: "DeviceMesh | Mesh") -> bool:
 def manual_seed(seed: int, device_mesh: "DeviceMesh | Mesh") -> None:
     """Seeds the generators of this process, from which random operators on `device_mesh` draw.
 
-    All ranks of the mesh call it with one seed, which is compared when they draw first; nothing is sent here. Ranks of
-    other meshes, as of other pipeline stages, may have other seeds. Raises MeshError on a rank outside the mesh.
+    All ranks of the mesh must pass the same seed, which is compared at their first draw; this call sends nothing. Ranks
+    of other meshes, as of other pipeline stages, may have other seeds. Raises MeshError on a rank outside the mesh.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

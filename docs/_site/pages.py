@@ -1,8 +1,8 @@
 """Pages of the documentation site that are made of other files, and the links between all pages.
 
-The guide is one file for those who read it in the repository, and a page per task on the site. Examples, the public
-packages' docstrings and the files beside README.md become pages of their own. A link that leaves docs/ leads to the
-page that was made of its file.
+README.md is the first page; docs/README.md, the list of all pages, comes behind it. The guide is one file for those who
+read it in the repository, and a page per task on the site. Examples, the public packages' docstrings and the files
+beside README.md become pages of their own. A link that leaves docs/ leads to the page that was made of its file.
 """
 
 import ast
@@ -17,7 +17,13 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 GUIDE = "guide.md"
 # Files beside README.md that are pages.
-BESIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
+CONTENTS = "contents.md"
+BESIDE = {
+    "README.md": "README.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 # Public packages, as the Makefile's PUBLIC names them.
 PACKAGES = ("", "debug", "experimental", "fsdp", "nccl", "ops", "parallel", "random", "sharded")
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
@@ -51,8 +57,13 @@ def on_files(files: Files, config: Any) -> Files:
     if guide is None:
         raise PluginError(f"docs/{GUIDE} is missing")
     files.remove(guide)
-    made = {f"guide/{name}": text for name, text in _guide().items()}
-    made |= {page: (ROOT / name).read_text() for name, page in BESIDE.items()}
+    contents = files.get_file_from_path("README.md")
+    if contents is None:
+        raise PluginError("docs/README.md is missing")
+    files.remove(contents)
+    made = {CONTENTS: (ROOT / "docs" / "README.md").read_text()}
+    made |= {f"guide/{name}": text for name, text in _guide().items()}
+    made |= {page: (ROOT / name).read_text().replace("](docs/images/", "](images/") for name, page in BESIDE.items()}
     made["examples/README.md"] = (ROOT / "examples" / "README.md").read_text()
     made |= {f"examples/{path.stem}.md": _example(path) for path in _examples()}
     made |= {f"reference/{_reference(package)}": _described(package) for package in PACKAGES}
@@ -98,10 +109,10 @@ def _uri_of(path: str, anchor: str) -> str | None:
         return f"guide/{_page_of(anchor)}"
     if path in BESIDE:
         return BESIDE[path]
+    if path == "docs/README.md":
+        return CONTENTS
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    if path == "README.md":
-        return "README.md"
     if path.startswith("examples/") and path.endswith((".py", ".md")):
         return path.removesuffix(".py") + ".md" if path.endswith(".py") else path
     if not (ROOT / path).exists():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.test_examples import EXAMPLES, before_of
 from tests.harness.optional_packages import REPOSITORY
 
 # DeepSpeed compiles an operator at its first start.
@@ -56,3 +57,25 @@ def test_losses_are_those_over_gloo(package: str) -> None:
     expected = losses(_PROGRAMS[package], "gloo")
     assert len(set(expected)) > 1
     assert losses(_PROGRAMS[package], "tritondt") == expected
+
+
+def test_lightnings_strategy_has_the_losses_that_it_has_with_torchs_tensors(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    example = EXAMPLES / "lightning_strategy.py"
+    found = {}
+    for name, source in (("before", before_of(example)), ("after", example.read_text())):
+        program = tmp_path / f"{name}.py"
+        program.write_text(source)
+        ran = subprocess.run(
+            [sys.executable, str(program), "4"],  # heads, which torch cuts evenly or not at all
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=_MOST_SECONDS,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr[-6000:]
+        found[name] = [float(line[5:]) for line in ran.stdout.splitlines() if line.startswith("loss ")]
+    assert len(found["after"]) == 4
+    assert found["after"] == pytest.approx(found["before"], abs=2e-3)

@@ -16,7 +16,7 @@ from tests.harness.ports import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
-GUIDES = ("guide", "sharded_guide", "benchmark", "theory")
+GUIDES = ("guide", "sharded_guide", "benchmark", "theory", "train_tp_fsdp", "load_checkpoint", "own_pack")
 PAGES = (REPOSITORY / "README.md", *(REPOSITORY / "docs" / f"{name}.md" for name in GUIDES))
 
 # Each example with its number of ranks, None for a program without any, and what the first rank prints.
@@ -29,6 +29,7 @@ PRINTED = {
         4,
         r"0\.0\.weight \(S0, S0\) \(3, 6\) of \(9, 6\)[\s\S]*1\.2\.weight \(S0, S1\) \(3, 5\)",
     ),
+    "hugging_face": (4, r"(loss \d\.\d{4}\s+){3}[\s\S]*as one process: True"),
     "own_collective": (2, r"the ring gives \[1\.0, 3\.0, 5\.0, 7\.0, 9\.0, 11\.0, 13\.0\]"),
     "own_transport": (2, r"over pipes: \[\[0\.0, 1\.0\], \[3\.0, 4\.0\], \[6\.0, 7\.0\], \[9\.0, 10\.0\]\]"),
     "own_pack": (None, r"transposed by the box: \[\[0, 3\], \[1, 4\], \[2, 5\]\]"),
@@ -36,6 +37,7 @@ PRINTED = {
     "sharded_tensor": (2, r"rank 0 holds \[\(1, 4\), \(4, 1\)\]"),
     "tensor_parallel": (4, r"Attention\.out +\(P\(sum\)\) -> \(R\)[\s\S]*DTensor\(\(S0\(unit=16\)\) of \(96, 96\)"),
     "torch_backend": (2, r"backend tritondt, mean loss 0\.0"),
+    "torchtitan_parallelize": (4, r"(loss \d\.\d{4}\s+){3}"),
 }
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -47,6 +49,7 @@ import os, runpy, sys
 import torch._dynamo, tritondt  # what programs import
 
 program, num_ranks = sys.argv[1], int(sys.argv[2])
+sys.argv[1:3] = []
 for rank in range(num_ranks):
     if os.fork() == 0:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
@@ -75,11 +78,11 @@ def is_of_an_example(block):
     return any(block in path.read_text() for path in EXAMPLES.glob("*.py"))
 
 
-def run(program, num_ranks, folder):
+def run(program, num_ranks, folder, *arguments):
     """What the first rank prints; every rank must end with status 0."""
     port = free_port()
     found = subprocess.run(
-        [sys.executable, "-c", _LAUNCHER, str(program), str(num_ranks or 1)],
+        [sys.executable, "-c", _LAUNCHER, str(program), str(num_ranks or 1), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -94,15 +97,23 @@ def run(program, num_ranks, folder):
 
 
 def test_every_example_is_run():
-    # The last two need a double, or GPUs: tests/nccl/ runs them (test_public.py, test_own_fused_kernel.py).
-    assert {*PRINTED, "nccl_raw", "own_fused_kernel"} == {path.stem for path in EXAMPLES.glob("*.py")}
+    # Two need a double, or GPUs: tests/nccl/ runs them (test_public.py, test_own_fused_kernel.py). tests/clients/ runs
+    # the one of Lightning.
+    assert {*PRINTED, "lightning_strategy", "nccl_raw", "own_fused_kernel"} == {
+        path.stem for path in EXAMPLES.glob("*.py")
+    }
 
 
-# That of elastic is run, killed and run again by tests/interop/test_elastic.py.
+# That of elastic is run, killed and run again by tests/interop/test_elastic.py; others take 10 s and more on 2 cores.
+_MARKS = {
+    "elastic": pytest.mark.soak,
+    "hugging_face": pytest.mark.extended,
+    "torchtitan_parallelize": pytest.mark.extended,
+}
+
+
 @pytest.mark.in_core(1)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] if name == "elastic" else []) for name in PRINTED]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS.get(name, ())) for name in PRINTED])
 def test_example(name, tmp_path):
     num_ranks, printed = PRINTED[name]
     found = run(EXAMPLES / f"{name}.py", num_ranks, tmp_path)
@@ -120,9 +131,11 @@ def test_python_that_a_page_shows_runs(page, tmp_path):
     run(path, 2, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "function"), [("own_collective", "bind"), ("own_pack", "make")])
-def test_what_benchmarks_take_of_a_user_is_shown_whole(name, function):
-    blocks = [block for _, block in shown_in(REPOSITORY / "docs" / "benchmark.md") if f"def {function}(" in block]
+@pytest.mark.parametrize(
+    ("name", "function", "page"), [("own_collective", "bind", "benchmark"), ("own_pack", "make", "own_pack")]
+)
+def test_what_benchmarks_take_of_a_user_is_shown_whole(name, function, page):
+    blocks = [block for _, block in shown_in(REPOSITORY / "docs" / f"{page}.md") if f"def {function}(" in block]
     assert len(blocks) == 1
     assert blocks[0] in (EXAMPLES / f"{name}.py").read_text()
     typed = {"__name__": name}
@@ -179,6 +192,43 @@ def test_the_readme_turns_a_program_of_torch_into_one_for_ranks_that_the_heads_d
     file.write_text(program.replace("cuda", "cpu").join(_AROUND))
     # fully_shard cuts 2 heads' rows over 2 ranks; the fourth rank has no head.
     assert run(file, 8, tmp_path).splitlines()[-1] == "[16, 16, 16, 0, 16, 16, 16, 0] True"
+
+
+def before_of(example):
+    """Source of an example as docs/from_torch.md shows it before: each of the page's diffs taken back."""
+    source = example.read_text()
+    page = (REPOSITORY / "docs" / "from_torch.md").read_text()
+    section = next(part for part in page.split("\n## ") if f"examples/{example.name}" in part)
+    diffs = re.findall(r"^```diff\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    assert diffs
+    for diff in diffs:
+        lines = diff.splitlines()
+        after = "".join(f"{line[1:]}\n" for line in lines if line[0] != "-")
+        before = "".join(f"{line[1:]}\n" for line in lines if line[0] != "+")
+        assert source.count(after) == 1, after
+        source = source.replace(after, before)
+    return source
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["torchtitan_parallelize", "lightning_strategy", "hugging_face"])
+def test_the_programs_of_the_page_from_torch_are_those_of_the_examples(name):
+    compile(before_of(EXAMPLES / f"{name}.py"), name, "exec")
+
+
+@pytest.mark.extended
+def test_torchtitans_form_before_has_the_losses_of_the_form_after(tmp_path):
+    before, after = tmp_path / "before.py", tmp_path / "after.py"
+    before.write_text(before_of(EXAMPLES / "torchtitan_parallelize.py"))
+    after.write_text((EXAMPLES / "torchtitan_parallelize.py").read_text())
+    (tmp_path / "torch").mkdir()
+    assert "tritondt" not in before.read_text()
+    # 4 heads, which torch can cut, too; it wants an even sequence, and 10 positions are one.
+    found = run(after, 4, tmp_path, "4").splitlines()[-3:]
+    expected = run(before, 4, tmp_path / "torch", "4").splitlines()[-3:]
+    assert [float(line.removeprefix("loss ")) for line in found] == pytest.approx(
+        [float(line.removeprefix("loss ")) for line in expected], abs=2e-3
+    )
 
 
 def anchors_of(page):

@@ -28,7 +28,7 @@ QUEUE_THREAD = "tritondt-queue"
 class Work:
     """An operation that was issued and runs by itself; made by `redistribute(async_op=True)` and its like.
 
-    Waiting again returns, or raises, the same. One that nobody waits for runs all the same, and then lets go of its
+    A second wait returns, or raises, the same. An operation that is never waited for still runs, and then releases its
     tensors.
 
     >>> import torch
@@ -65,14 +65,14 @@ class Work:
         return self._queue is queue
 
     def exception(self) -> BaseException | None:
-        """The error that the work failed with; None where it did not fail, or is under way."""
+        """Error of the work; None where it succeeded, or is in progress."""
         return self._error
 
     def wait(self) -> None:
-        """Returns when the work has run; raises the error that it failed with.
+        """Waits for the work, and raises its error.
 
-        Raises WorldError where another rank thread, or another world, waits for what is still under way, and where a
-        local tensor was written to while it was read.
+        Raises WorldError where another rank thread, or another world, waits for work in progress, and where a local
+        tensor was written to while it was read.
         """
         if not self._finished:
             self._check_issuer()
@@ -82,7 +82,7 @@ class Work:
             raise again(self._error) from self._error
 
     def run(self) -> None:
-        """Returns when the work has run, well or not; in this thread where nothing runs it yet."""
+        """Waits for the work, whether it succeeds or not, and runs it in this thread if no other thread does."""
         if not self._finished:
             self._check_issuer()
             self._queue.run_until(self)
@@ -107,7 +107,7 @@ class Work:
 
     @property
     def is_interruption(self) -> bool:
-        """Whether the work ended by what is to end the program, such as Ctrl-C in the thread that ran it."""
+        """Whether an event that ends the program, such as Ctrl-C, ended the work in the thread that ran it."""
         return self._error is not None and not isinstance(self._error, Exception)
 
     def finish(self, error: BaseException | None) -> None:

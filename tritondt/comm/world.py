@@ -25,9 +25,10 @@ from tritondt.sharding.mesh import Mesh, canonical_mesh
 
 @checked
 def set_timeout(mesh: "Mesh | DeviceMesh", seconds: float) -> None:
-    """Time in seconds that this rank waits for others of `mesh` from now on; at first TRITONDT_TIMEOUT, or 300 s.
+    """Sets the seconds that this rank waits for other ranks of `mesh` from now on; the default is TRITONDT_TIMEOUT, or
+    300.
 
-    Not a collective call: ranks may wait for different times. WorldError for what is no number above 0.
+    Not a collective call: ranks may wait for different times. WorldError for anything but a number above 0.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.sharding.mesh import Mesh
@@ -77,7 +78,7 @@ def _made(who: Identity) -> World:
 def close() -> None:
     """Ends the calling thread's world, if it has one: a collective call, before destroy_process_group.
 
-    Waits for all that was issued, and raises the failure of what nobody has waited for.
+    Waits for all issued operations, and raises the failure of those that were never waited for.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -98,11 +99,11 @@ def close() -> None:
 
 
 def abort() -> None:
-    """Ends the calling thread's world without the others, after an error; whoever waits in it is woken.
+    """Ends the calling thread's world without the other ranks, after an error, and wakes all threads that wait in it.
 
-    The others are told why: the error raised in them names this rank and the error that is being handled here. An
-    operation that is still under way fails with WorldError. Where all ranks call `abort`, the next collective call of
-    each makes a new world of the same ranks, on which distributed tensors can be used as before.
+    The other ranks raise an error that names this rank and the error that is being handled here. An operation in
+    progress fails with WorldError. Where all ranks call `abort`, the next collective call of each makes a new world of
+    the same ranks, on which distributed tensors can be used as before.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

@@ -1,4 +1,4 @@
-"""Tools that show what moved, which rank holds which elements, and whether values are right."""
+"""Tools that show moved data, the ranks that hold each element, and wrong values."""
 
 from tritondt.debug.comm_mode import CommDebugMode, Count, write_flight_record
 from tritondt.debug.plain_gradients import check_plain_gradients

@@ -70,11 +70,10 @@ class CommDebugMode:
     """Context manager that counts the redistributions of this rank, by kind, and by the module and operator they are
     for.
 
-    A kind is written as "(S1) -> (R)"; steps in which nobody sends anything do not count. Redistributions of a
-    backward pass count for "backward", redistributions that no module asked for count for "outside modules", and
-    redistributions that were asked for by name count for the operator "redistribute". Counts are this rank's alone:
-    messages, and bytes sent and received. str() is a table. Not a collective call; entering the mode again starts from
-    zero. Source: torch.distributed.tensor.debug.CommDebugMode.
+    A kind is written as "(S1) -> (R)"; steps without messages do not count. Redistributions of a backward pass count
+    for "backward", those without a module for "outside modules", and explicit ones for the operator "redistribute".
+    Counts are this rank's alone: messages, and bytes sent and received. str() is a table. Not a collective call;
+    entering the mode again starts from zero. Source: torch.distributed.tensor.debug.CommDebugMode.
 
     >>> import torch
     >>> import tritondt as T
@@ -178,7 +177,7 @@ class CommDebugMode:
         return {op: dict(kinds) for op, kinds in self._by_operator.items()}
 
     def get_comm_counts(self) -> CommCounts:
-        """Numbers of steps by kind; counts[torch.ops.c10d_functional.all_reduce] and its like are answered too."""
+        """Numbers of steps by kind; counts[torch.ops.c10d_functional.all_reduce] and its like work too."""
         return CommCounts({kind: count.steps for kind, count in self.by_kind().items()})
 
     def get_total_counts(self) -> int:
@@ -194,7 +193,7 @@ class CommDebugMode:
         return sum(count.received_bytes for count in self.by_kind().values())
 
     def get_implicit_counts(self) -> dict[tuple[str, str], int]:
-        """Numbers of arguments that operators moved without being asked by name: by operator and kind."""
+        """Numbers of arguments that operators moved implicitly, by operator and kind."""
         return dict(self._implicit)
 
     def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
@@ -202,7 +201,8 @@ class CommDebugMode:
         return dict(self._sharding)
 
     def get_parameter_info(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Parameters of every module that ran, without history, by the module's name and then by theirs in it."""
+        """Parameters of every module that ran, without history: by the module's name, then by the parameter's name in
+        it."""
         return {module: dict(parameters) for module, parameters in self._parameters.items()}
 
     def to_json(self) -> str:

@@ -21,14 +21,14 @@ _MAX_NAMES = 8
 
 @checked
 def check_plain_gradients(module: nn.Module, mesh: "DeviceMesh | Mesh | None" = None) -> None:
-    """Comparison, bit by bit, of the gradients of a module's plain parameters among the ranks of `mesh`.
+    """Compares the gradients of a module's plain parameters among the ranks of `mesh`, bit by bit.
 
-    A collective call, for after backward: one exchange of 8 bytes a parameter and rank. A plain parameter of a module
-    that is parallelized is meant to be alike on every rank; where a rank uses it on its own heads or positions alone,
-    its gradient is a term, and the ranks' parameters drift apart. `mesh` defaults to that of the distributed
-    parameters. Parameters without a gradient count as alike.
+    A collective call, for after backward: one exchange of 8 bytes a parameter and rank. A plain parameter of a
+    parallelized module must be the same on every rank. Where a rank uses it on its own heads or positions alone, its
+    gradient is only a term, and the ranks' parameters drift apart. `mesh` defaults to that of the distributed
+    parameters. Parameters without a gradient count as equal.
 
-    Raises DifferenceError, on all ranks, which names such parameters and the style that sums the terms; MeshError
+    Raises DifferenceError on all ranks, which names such parameters and the style that sums their terms; MeshError
     without a mesh.
 
     >>> import tritondt as T

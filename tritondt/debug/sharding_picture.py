@@ -27,9 +27,9 @@ _STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 def visualize_sharding(dtensor: DTensor | DTensorSpec, header: str = "", use_rich: bool = False) -> None:
     """Prints `sharding_text` of a tensor or spec once, on the first rank of the mesh, under `header` if that is given.
 
-    With `use_rich` a table of the package rich, each rank in a colour; where that is not installed, plain text, which
-    says so. Not a collective call. Raises LayoutError for a
-    tensor of other than one or two dims. Source: torch.distributed.tensor.debug.visualize_sharding.
+    With `use_rich` it prints a table of the package rich, with a color for each rank; without that package, plain text
+    and a note. Not a collective call. Raises LayoutError for a tensor of other than one or two dims. Source:
+    torch.distributed.tensor.debug.visualize_sharding.
 
     >>> import torch
     >>> import tritondt as T
@@ -72,9 +72,9 @@ def _print_rich(spec: DTensorSpec, header: str) -> None:
 
 @checked
 def sharding_text(tensor: DTensor | DTensorSpec) -> str:
-    """Picture of which ranks hold which indices of a tensor of one or two dims, rows downwards, as text.
+    """Draws which ranks hold which indices of a tensor of one or two dims, rows downwards, as text.
 
-    "0, 1" are ranks that hold equal values, "0 + 1" ranks that hold terms of one sum ("0 max 1" of a maximum). Not a
+    "0, 1" are ranks with equal values; "0 + 1" are ranks with terms of one sum ("0 max 1" of a maximum). Not a
     collective call. Raises LayoutError for a tensor of other than one or two dims.
 
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -103,9 +103,9 @@ def sharding_text(tensor: DTensor | DTensorSpec) -> str:
 
 @checked
 def sharding_html(tensor: DTensor | DTensorSpec) -> str:
-    """Picture of which ranks hold which indices of a tensor of one or two dims, as a table of HTML, for notebooks.
+    """Draws which ranks hold which indices of a tensor of one or two dims, as an HTML table for notebooks.
 
-    Cells that hold the same ranks have one colour; ranks are written as by `sharding_text`. Not a collective call.
+    Cells with the same ranks have the same color; ranks are written as in `sharding_text`. Not a collective call.
     Raises LayoutError for a tensor of other than one or two dims.
 
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -138,8 +138,8 @@ def sharding_html(tensor: DTensor | DTensorSpec) -> str:
 def write_sharding_image(tensor: DTensor | DTensorSpec, path: str | os.PathLike[str]) -> None:
     """Writes a picture of which ranks hold which indices of a tensor of one or two dims, to scale, as an image.
 
-    The format is that of the path's ending: .png, .svg or .pdf. Cells that hold the same ranks have one colour, ranks
-    are written as by `sharding_text`. Not a collective call: one rank is enough. Raises LayoutError for a tensor of
+    The suffix of the path selects the format: .png, .svg or .pdf. Cells with the same ranks have the same color; ranks
+    are written as in `sharding_text`. Not a collective call: one rank is enough. Raises LayoutError for a tensor of
     other than one or two dims or without elements, and ImportError where matplotlib is not installed.
 
     >>> import tempfile, pathlib

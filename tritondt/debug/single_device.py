@@ -31,12 +31,12 @@ class _Tolerance(NamedTuple):
 def check_against_single_device(
     function: Callable[..., Any], *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any
 ) -> Any:
-    """Result of `function(*args, **kwargs)`, after every operator that it called was compared with one device.
+    """Returns `function(*args, **kwargs)`, after comparing every operator that it calls with one device.
 
-    A collective call. The arguments of each operator are gathered, it runs on these as well, and its results, and what
-    it wrote to, must be equal within `rtol` and `atol` (those of torch.testing.assert_close). So the first operator
-    that is laid out wrongly is named, with the line that called it, and not what comes of it; in a backward pass within
-    the function, too. Operators that draw random numbers, or give memory as it is, are not compared.
+    A collective call. The arguments of each operator are gathered, and the operator runs on these as well. Its results,
+    and the tensors that it wrote to, must be equal within `rtol` and `atol` (those of torch.testing.assert_close). The
+    error therefore names the first wrong operator and the line that called it, not its consequences, also in a backward
+    pass within the function. Operators that draw random numbers, or return uninitialized memory, are not compared.
 
     Raises DifferenceError, on all ranks.
 

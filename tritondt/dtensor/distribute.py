@@ -36,12 +36,12 @@ def distribute_tensor(
 ) -> DTensor:
     """The distributed tensor of a global one: a leaf with memory of its own, a Parameter where `tensor` is one.
 
-    A collective call. The values are those of the rank whose coordinate is `src_data_rank` on every axis, which sends
-    every other rank its part; with None every rank cuts its own values and nothing is sent. `placements`, one per mesh
-    axis, default to Replicate; terms of a sum or product are the values at coordinate 0 and 0 or 1 elsewhere. `order`
-    lists the axes in the order in which they cut a dim. A tensor that is distributed already comes back if its layout
-    is the one that is asked for. Raises MismatchError on all ranks where their tensors' shapes or dtypes differ,
-    LayoutError, MeshError, LocalTensorError, PeerError.
+    A collective call. The rank whose coordinate is `src_data_rank` on every axis sends every other rank its part. With
+    None every rank cuts its own values, and nothing is sent. `placements`, one per mesh axis, default to Replicate;
+    terms of a sum or product are the values at coordinate 0 and 0 or 1 elsewhere. `order` lists the axes in the order
+    in which they cut a dim. A distributed tensor is returned unchanged if it already has the requested layout. Raises
+    MismatchError on all ranks where their tensors' shapes or dtypes differ, LayoutError, MeshError, LocalTensorError,
+    PeerError.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -167,13 +167,13 @@ def distribute_module(
 ) -> nn.Module:
     """Makes every parameter and buffer of `module` distributed, in place, and returns it: a collective call.
 
-    `partition_fn(name, submodule, device_mesh)` is called for every submodule and may replace its parameters; what is
-    plain after it is replicated, from coordinate 0, and what several submodules share stays shared. `input_fn(module,
-    inputs, device_mesh)` runs before and `output_fn(module, outputs, device_mesh)` after every forward of the module;
-    what they return, unless None, takes the place of what they were given; hooks of two arguments, without the module,
-    give a FutureWarning. Raises TritondtError where the module went through this before or a hook takes another number
-    of arguments, before anything is changed, LayoutError where tied weights get different
-    layouts, and what `distribute_tensor` raises.
+    `partition_fn(name, submodule, device_mesh)` is called for every submodule and may replace its parameters.
+    Parameters that it leaves plain are replicated from coordinate 0; those that several submodules share stay shared.
+    `input_fn(module, inputs, device_mesh)` runs before every forward of the module, and `output_fn(module, outputs,
+    device_mesh)` after it. Unless they return None, their results replace the inputs and outputs. Hooks of two
+    arguments, without the module, give a FutureWarning. Raises TritondtError, before anything is changed, for a module
+    that is distributed already or a hook with another number of arguments; LayoutError for tied weights with different
+    layouts; and the errors of `distribute_tensor`.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

@@ -32,9 +32,9 @@ def empty(
 ) -> DTensor:
     """A tensor of global shape `size` whose elements are whatever the memory holds.
 
-    Not collective: nothing is sent. `device_mesh` defaults to that of the enclosing `with device_mesh:`, `placements`,
-    one per mesh axis, to Replicate, and `dtype` to torch's default; `layout` may only be torch.strided. `order` lists
-    the axes in the order in which they cut a dim. Raises LayoutError, MeshError.
+    Not collective: nothing is sent. `device_mesh` defaults to that of the enclosing `with device_mesh:`, `placements`
+    (one per mesh axis) to Replicate, and `dtype` to torch's default. `layout` must be torch.strided. `order` lists the
+    axes in the order in which they cut a dim. Raises LayoutError, MeshError.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -184,8 +184,8 @@ def rand(
 ) -> DTensor:
     """A tensor of global shape `size` of numbers from [0, 1), the same whatever the placements.
 
-    Arguments and errors as in `empty`. At the first call after seeding the ranks compare their default generators, a
-    collective call: MismatchError where they are not in step (torch.manual_seed).
+    Arguments and errors as in `empty`. The first call after seeding compares the ranks' default generators, which is
+    collective, and raises MismatchError where they differ (torch.manual_seed).
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

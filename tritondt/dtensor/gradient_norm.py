@@ -27,11 +27,11 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """The norm of all gradients together, a plain tensor without dims; they are scaled down to `max_norm` in place.
+    """Scales gradients down to `max_norm` in place, and returns the norm of all of them, a plain tensor without dims.
 
-    As torch.nn.utils.clip_grad_norm_, for distributed parameters on any number of meshes, of which every rank may be in
-    some only: a gradient counts once, however many ranks hold it. A collective call of all ranks of all of the meshes,
-    with parameters in one order on all. Within `implicit_replication()` plain gradients count once as well. Raises
+    It is torch.nn.utils.clip_grad_norm_ for distributed parameters on any number of meshes. A rank may be in only some
+    of the meshes; a gradient counts once, however many ranks hold it. A collective call of all ranks of all the meshes,
+    with parameters in the same order. Within `implicit_replication()` plain gradients count once as well. Raises
     MixedTensorsError for a plain gradient elsewhere and, on all ranks, RuntimeError for a norm that is not finite,
     where `error_if_nonfinite`.
 

@@ -34,15 +34,15 @@ def local_map(
     redistribute_inputs: bool = False,
     spmd_types: bool = False,
 ) -> Callable[..., Any]:
-    """Makes a function of local tensors one of distributed tensors; a decorator where `func` is left out.
+    """Turns a function of local tensors into one of distributed tensors; a decorator where `func` is left out.
 
-    `func` gets this rank's part of every distributed tensor among its (nested) positional arguments, and what it
-    returns becomes distributed as `out_placements` say, one entry for each result, None for what is no tensor.
-    `in_placements` are those that the arguments must have, one entry for each, None where any will do; with
-    `redistribute_inputs` they are brought there, a collective call, else LayoutError. `in_grad_placements` are those of
-    the gradients that come out of `func`. Without a distributed argument `func` is called as it is. Results may be cut
-    unevenly: where an argument is, the ranks exchange the lengths, a few bytes, in a collective call. `spmd_types`, by
-    which torch has the package spmd_types check `func`, may only be False. Raises MeshError, LayoutError,
+    `func` gets this rank's part of every distributed tensor among its (nested) positional arguments. `out_placements`
+    lay out its results, with one entry for each, None for a result that is not a tensor. `in_placements` are the
+    required placements of the arguments, one entry for each, None for any. With `redistribute_inputs` arguments are
+    redistributed to them, a collective call; otherwise others raise LayoutError. `in_grad_placements` are the
+    placements of the gradients that `func` returns. Without a distributed argument `func` is called as it is. Results
+    may be cut unevenly: where an argument is uneven, the ranks exchange the lengths, a few bytes, in a collective call.
+    `spmd_types` must be False; with True torch lets the package spmd_types check `func`. Raises MeshError, LayoutError,
     LocalTensorError.
 
     >>> import tritondt as T

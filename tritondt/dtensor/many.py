@@ -29,18 +29,19 @@ Move = tuple[DTensor, Sequence[Placement]] | tuple[DTensor, "DeviceMesh | Mesh",
 def redistribute_many(
     moves: Sequence[Move], *, bucket_bytes: int | None = None, async_op: bool = False
 ) -> list[DTensor]:
-    """The tensors of a list under other placements, in as few exchanges as buckets of `bucket_bytes` allow.
+    """Redistributes the tensors of a list, in as few exchanges as buckets of `bucket_bytes` allow.
 
     `moves` has (x, placements), or (x, device_mesh, placements) for another mesh, per tensor: any shapes, dtypes,
-    layouts and meshes. The result is what x.redistribute gives for each, in the order of the list, bit for bit, and so
-    are the gradients, which come back in few exchanges too; bytes are the same, which is the minimum. Tensors between
-    the same ranks share exchanges as long as the parts that any rank holds take no more than `bucket_bytes` together:
-    4 MB unless given, 64 MB in shared memory without `async_op`. A bucket is one pack, one exchange and one unpack for
-    each step of its longest plan.
+    layouts and meshes. Results equal those of x.redistribute for each tensor, in the order of the list, bit for bit,
+    and so do the gradients, which also travel in few exchanges. The bytes are the same, which is the minimum. Tensors
+    between the same ranks share exchanges until the parts of any rank exceed `bucket_bytes`: by default 4 MB, or 64 MB
+    in shared memory without `async_op`. A bucket is one pack, one exchange and one unpack for each step of its longest
+    plan.
 
-    A collective call of all ranks of all meshes in the list, with one list in one order. With `async_op` it returns at
-    once, and the tensors of a bucket are pending together. Raises MixedTensorsError for what is no distributed tensor,
-    LayoutError for a move of other than two or three values, else as `DTensor.redistribute`.
+    A collective call of all ranks of all meshes in the list, with the same list in the same order. With `async_op` it
+    returns at once, and all tensors of a bucket arrive together. Raises MixedTensorsError for anything but a
+    distributed tensor, LayoutError for a move of other than two or three values, and the errors of
+    `DTensor.redistribute`.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

@@ -24,12 +24,12 @@ def prefetch(
     order: Sequence[int | str] | None = None,
     wire_dtype: torch.dtype | None = None,
 ) -> None:
-    """Issues the redistribution of a tensor to `placements`, which its next `redistribute` to them then takes.
+    """Starts the redistribution of a tensor to `placements`; its next `redistribute` to them takes the result.
 
-    A collective call that returns at once. `placements`, one per mesh axis, `device_mesh`, `order` and `wire_dtype` are
-    those of `DTensor.redistribute`, and must be equal there. The result is dropped if the tensor is written to before.
-    Raises LayoutError, TransportError; a failure on the way is raised by whoever waits for the result. Issues nothing
-    in a function that torch.compile traces: a graph redistributes where it is asked to.
+    A collective call that returns at once. `placements` (one per mesh axis), `device_mesh`, `order` and `wire_dtype`
+    must equal those of the later `DTensor.redistribute`. A write to the tensor discards the result. Raises LayoutError
+    and TransportError. A failure in flight is raised at the wait for the result. It does nothing in a function that
+    torch.compile traces: a graph redistributes where it is told to.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

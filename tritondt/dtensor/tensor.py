@@ -35,7 +35,7 @@ from tritondt.sharding.spec_values import spec_values
 
 
 class DTensor(torch.Tensor):
-    """A tensor of global shape of which every rank of `device_mesh` holds the part that `placements` say.
+    """A tensor with a global shape, of which every rank of `device_mesh` holds the part that `placements` describe.
 
     Operators run on the parts and give distributed tensors. Made by `from_local`, `distribute_tensor` or the
     factories (`zeros`, `randn`...), never by the constructor's arguments alone.
@@ -84,14 +84,15 @@ class DTensor(torch.Tensor):
         grad_placements: Sequence[Placement] | None = None,
         order: Sequence[int | str] | None = None,
     ) -> "DTensor":
-        """The distributed tensor of which every rank gives its part; shares memory with `local_tensor`.
+        """Makes a distributed tensor from every rank's part; shares memory with `local_tensor`.
 
-        Without `shape` and `stride`, which are global, all ranks are taken to hold equally much (`Shard(sizes=...)`
-        says otherwise); placements, one per mesh axis, default to Replicate. `order` lists the axes in the order in
-        which they cut a dim. With `run_check` a collective call, else local: shapes and dtypes are compared among the
-        ranks, and replicas take the values of the first coordinate. `grad_placements` are those under which the local
-        tensor's gradient is wanted. A result of torch's functional collectives is waited for. Raises LocalTensorError,
-        LayoutError, MeshError, and MixedTensorsError for a distributed tensor; with `run_check` MismatchError.
+        Without the global `shape` and `stride`, all ranks are assumed to hold equally much (pass `Shard(sizes=...)`
+        where they do not). Placements, one per mesh axis, default to Replicate. `order` lists the axes in the order in
+        which they cut a dim. The call is local, or collective with `run_check`, which compares shapes and dtypes among
+        the ranks and copies the values of the first coordinate to its replicas. `grad_placements` are the placements in
+        which the local tensor's gradient is wanted. A pending result of torch's functional collectives is awaited
+        first. Raises LocalTensorError, LayoutError, MeshError, and MixedTensorsError for a distributed tensor; with
+        `run_check` MismatchError.
         """
         if is_dynamo_compiling() and isinstance(device_mesh, Mesh) and not run_check:
             given = shape, stride, grad_placements, order
@@ -121,12 +122,13 @@ class DTensor(torch.Tensor):
         return cast("DTensor", FromLocal.apply(local_tensor, cls, spec, gradient, values if is_other else None))  # type: ignore[no-untyped-call]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's part; shares memory with the distributed tensor, and waits where that is pending. Not collective.
+        """Returns this rank's part; shares memory with the distributed tensor, and waits if that is pending. Not
+        collective.
 
         `grad_placements` are the placements that the part's gradient will have (default: those of this tensor, with
-        Partial as Replicate): Partial where ranks use equal parts differently. Raises PropagationError for a view that
-        moved, as x[1] of sharded rows, whose x was written to since: call an operator on it on all ranks first. A write
-        to the part of such a view does not reach x, and the view refuses to be used afterwards.
+        Partial as Replicate): Partial where ranks use equal parts differently. Raises PropagationError for a copied
+        view, such as x[1] of sharded rows, if x was written to since: call an operator on the view on all ranks first.
+        A write to the part of such a view does not reach x, and the view cannot be used afterwards.
         """
         if not is_grad_enabled():
             return self._local_tensor
@@ -149,16 +151,16 @@ class DTensor(torch.Tensor):
         wire_dtype: torch.dtype | None = None,
         grad_wire_dtype: torch.dtype | None = None,
     ) -> "DTensor":
-        """The tensor under other placements: a collective call that moves the fewest bytes.
+        """Redistributes the tensor to other placements with the fewest bytes: a collective call.
 
-        `placements`, one per mesh axis, are required. All ranks of the mesh call, or of either for another
-        `device_mesh`; the others take part in nothing. `order` lists axes in the order in which they cut a dim. Values
-        become `forward_dtype`, terms of a sum before they are added; the gradient, and its terms, `backward_dtype`, or
-        else this tensor's dtype, whatever `forward_dtype` is. With `async_op` the call
-        returns at once, in forward and backward; the first use of the result waits, or `result.wait()`. Messages hold
-        `wire_dtype`, to which values are rounded where anything moves, and those of the gradient `grad_wire_dtype`
-        (default: the same); see `tritondt.redistribute`. Raises MeshError, LayoutError, TransportError, and PeerError
-        and MismatchError where the wait is.
+        `placements`, one per mesh axis, are required. All ranks of the mesh must call it, or of both meshes for another
+        `device_mesh`; other ranks do nothing. `order` lists axes in the order in which they cut a dim. Values are
+        converted to `forward_dtype`, terms of a sum before they are added. The gradient and its terms are converted to
+        `backward_dtype`, by default this tensor's dtype whatever `forward_dtype` is. With `async_op` the call returns
+        at once, in forward and backward; the first use of the result, or `result.wait()`, waits. Messages hold
+        `wire_dtype`, and steps that send data round values to it. The gradient's messages hold `grad_wire_dtype`
+        (default: the same); see `tritondt.redistribute`. Raises MeshError, LayoutError, TransportError, and at the wait
+        PeerError and MismatchError.
         """
         mesh = None if device_mesh is None else canonical_mesh(device_mesh)
         if placements is None:
@@ -191,7 +193,7 @@ class DTensor(torch.Tensor):
 
     @property
     def work(self) -> Work | None:
-        """The work that the local tensor waits for; None for a tensor that is not pending."""
+        """Work that fills the local tensor; None for a tensor that is not pending."""
         return work_of(self)
 
     def wait(self) -> "DTensor":
@@ -201,7 +203,7 @@ class DTensor(torch.Tensor):
 
     @checked
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The global tensor as a plain one on every rank: a collective call.
+        """Returns the global tensor as a plain tensor on every rank: a collective call.
 
         `grad_placements` as in `to_local`. Raises TransportError, PeerError, MismatchError.
         """
@@ -220,7 +222,7 @@ class DTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor without its history; setting it takes over the local tensor and the layout of another one."""
+        """The tensor without its history; assignment takes the local tensor and the layout of another tensor."""
         return cast(torch.Tensor, _DATA.__get__(self))
 
     @data.setter
@@ -345,7 +347,7 @@ class DTensor(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient; zeros that autograd made of a shape alone are made distributed, replicated on every rank."""
+        """The gradient; zeros that autograd made from a shape alone become distributed, replicated on every rank."""
         found: torch.Tensor | None = _GRAD.__get__(self)
         if found is None or isinstance(found, DTensor) or found.shape != self.shape or found.any():
             return found

@@ -2,11 +2,11 @@
 
 
 class TritondtError(RuntimeError):
-    """Base of all errors raised by tritondt: a RuntimeError, which is torch's own for many of them."""
+    """Base of all errors of tritondt; a RuntimeError, like many of torch's own."""
 
 
 class ArgumentError(TritondtError, TypeError, ValueError):
-    """An argument of a type or a value that a public function does not take; says what was given and is allowed."""
+    """An argument of a wrong type or value; names the given value and the allowed ones."""
 
 
 class LayoutError(TritondtError, ValueError):
@@ -26,11 +26,11 @@ class ReductionError(TritondtError, ValueError):
 
 
 class LocalTensorError(TritondtError, ValueError):
-    """A local tensor that differs from what its spec says this rank holds."""
+    """A local tensor that does not match this rank's part under its spec."""
 
 
 class CheckpointError(TritondtError):
-    """A checkpoint that cannot be saved, or that is refused before anything of it is loaded."""
+    """A checkpoint that cannot be saved, or that is refused before any of it is loaded."""
 
 
 class TransportError(TritondtError, TypeError):
@@ -38,7 +38,7 @@ class TransportError(TritondtError, TypeError):
 
 
 class WorldError(TritondtError):
-    """Communication asked for where there is no world, or one that has been closed or has failed."""
+    """Communication without a world, or in a world that was closed or has failed."""
 
 
 class ForkedError(WorldError):
@@ -76,11 +76,11 @@ _TOLD = "_tritondt_told"
 
 
 class MismatchError(PeerError):
-    """Different requests of ranks at one point; names both ranks and both values."""
+    """Different calls of ranks at one point; names both ranks and both values."""
 
 
 class PropagationError(TritondtError):
-    """An operator that cannot run on distributed tensors as they are laid out; says what would make it run."""
+    """An operator that cannot run on distributed tensors with these layouts; names a way to make it run."""
 
 
 class MixedTensorsError(PropagationError):
@@ -106,11 +106,11 @@ def check_not_of_torch(x: object, taker: str) -> None:
 
 
 class ImplicitRedistributionError(PropagationError):
-    """A redistribution that was not asked for, within `explicit_redistribution()`."""
+    """An implicit redistribution within `explicit_redistribution()`."""
 
 
 class ImplicitRedistributionWarning(UserWarning):
-    """A redistribution that was not asked for, within `explicit_redistribution(mode="warn")`."""
+    """An implicit redistribution within `explicit_redistribution(mode="warn")`."""
 
 
 class DifferenceError(TritondtError, AssertionError):

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism, alone or over tensor-parallel modules: parameters are distributed tensors on the mesh
+"""Fully sharded data parallelism, alone or over tensor-parallel modules. Parameters are distributed tensors on the mesh
 of data and tensor axes, gathered where a module runs.
 
     parallelize_module(model, mesh["tp"], plan)

@@ -59,7 +59,7 @@ class DTensorExtensions(TorchExtensions):
         return found
 
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> Any:
-        """This rank's part, on the mesh of data and tensor axes, of a tensor that the data axes have whole.
+        """This rank's part, on the mesh of data and tensor axes, of a tensor that each data rank has whole.
 
         Not collective. MeshError where `device_mesh` is no slice of a mesh with a tensor axis.
         """
@@ -104,7 +104,8 @@ class DTensorExtensions(TorchExtensions):
         )
 
     def all_gather_dtensor(self, tensor: Any, parent_mesh: DeviceMesh | None) -> torch.Tensor:
-        """The part that the tensor axis, the last one, leaves this rank of a tensor: a collective call of data axes."""
+        """Gathers a tensor over the data axes, and returns the part that the tensor axis, the last one, gives this
+        rank: a collective call of the data axes."""
         if not isinstance(tensor, DTensor):
             return super().all_gather_dtensor(tensor, parent_mesh)
         spec = tensor._spec
@@ -173,8 +174,8 @@ def _metadata(spec: DTensorSpec, tensor: DTensor) -> ShardedTensorMetadata:
 def register_fsdp_extensions() -> None:
     """Lets torch's FullyShardedDataParallel take distributed tensors of this library; once, before the first is made.
 
-    Not collective. FullyShardedDataParallel(model, device_mesh=mesh["dp"]) then shards what `parallelize_module` has
-    laid over mesh["tp"], with `use_orig_params` and without.
+    Not collective. FullyShardedDataParallel(model, device_mesh=mesh["dp"]) then shards modules that
+    `parallelize_module` has laid out over mesh["tp"], with either value of `use_orig_params`.
 
     >>> register_fsdp_extensions()
     >>> _init_utils.DTensorExtensions is DTensorExtensions  # which FullyShardedDataParallel makes for its mesh

@@ -44,25 +44,25 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
-    """The module, or list of modules, with parameters sharded in place over the data axis `mesh`.
+    """Shards the parameters of a module, or list of modules, over the data axis `mesh`, in place, and returns it.
 
-    All parameters that no earlier call has taken become distributed tensors: Shard(0) on the last axis of `mesh`, or on
-    each axis in `dp_mesh_dims.shard` (or as `shard_placement_fn` says, a function from the parameter to None or
-    Shard(dim)), Replicate on those before, and on a tensor axis as `parallelize_module` has laid them out, of which the
-    data axis cuts what each rank has. Sizes need
-    not divide. They are gathered in one exchange before the module's forward and backward, that of the module that
-    comes next while this one computes; gradients, means over `mesh`, come to the shards in one exchange while backward
-    goes on. Call it on the layers first and on the model last, after `parallelize_module`.
+    All parameters that no earlier call took become distributed tensors. They are Shard(0) on the last axis of `mesh`,
+    or on each axis in `dp_mesh_dims.shard`, unless `shard_placement_fn`, a function from the parameter to None or
+    Shard(dim), returns another dim. They are Replicate on the axes before. On a tensor axis they keep the layout of
+    `parallelize_module`, and the data axis cuts each rank's part. Sizes need not divide. One exchange gathers them
+    before the module's forward and backward, while the module before it computes. Another one brings gradients,
+    averaged over `mesh`, to the shards during backward. Call it on the layers first and on the model last, after
+    `parallelize_module`.
 
-    `mesh` is a slice of the DeviceMesh that has the tensor axis too, flattened or not, or that whole mesh, or a `Mesh`,
-    with `dp_mesh_dims` (as torch's DataParallelMeshDims, with `shard` and `replicate`). Default: the world.
-    `reshard_after_forward` says whether whole parameters are freed between forward and backward (default: but for the
-    outermost module). `mp_policy` has the dtype of forward and of the gather, of the gradients' messages, and of
-    outputs; gradients are added up in float32. Parameters start as each rank has them. Forward, backward and
-    `unshard` are collective calls of `mesh`.
+    `mesh` is a slice, flattened or not, of the DeviceMesh with the tensor axis. It may also be that whole mesh, or a
+    `Mesh`, with `dp_mesh_dims` (torch's DataParallelMeshDims, with `shard` and `replicate`). Default: the world.
+    `reshard_after_forward` frees whole parameters between forward and backward (default: except for the outermost
+    module). `mp_policy` has the dtypes of forward and of the gather, of the gradients' messages, and of outputs;
+    gradients are added in float32. Parameters start as each rank has them. Forward, backward and `unshard` are
+    collective calls of `mesh`.
 
-    Raises FullyShardError for a module that was sharded already, a module without parameters and options that it does
-    not have; MeshError for a mesh that does not fit. Source: torch.distributed.fsdp.fully_shard.
+    Raises FullyShardError for a module that is sharded already, a module without parameters, and unsupported options;
+    MeshError for a mesh that does not fit. Source: torch.distributed.fsdp.fully_shard.
 
     >>> import torch
     >>> from tritondt.comm.transports.threads import run_ranks

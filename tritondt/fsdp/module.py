@@ -20,13 +20,13 @@ def state_of(module: nn.Module) -> ShardedState | None:
 
 
 class UnshardHandle:
-    """Gather of a module's parameters that is under way."""
+    """Gather of a module's parameters in progress."""
 
     def __init__(self, state: ShardedState) -> None:
         self._state = state
 
     def wait(self) -> None:
-        """Returns when the whole parameters are those of the module; forward waits by itself."""
+        """Waits until the module has its whole parameters; forward waits by itself."""
         self._state.wait()
 
 
@@ -53,7 +53,8 @@ class FSDPModule(nn.Module):
         return found
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; the sharded ones also after a backward that raised and left whole ones in place."""
+        """As for any module; returns the sharded parameters even after a backward that raised and left whole ones in
+        place."""
         self._state().tree.forget_failure_before_reading()
         return super().named_parameters(*args, **kwargs)
 
@@ -74,7 +75,7 @@ class FSDPModule(nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the parameters of this module, not of those inside, until `reshard`: a collective call.
 
-        With `async_op` the call returns at once, and the handle's `wait`, or forward, puts them in place.
+        With `async_op` the call returns at once; the handle's `wait`, or forward, installs the parameters.
         """
         state = self._state()
         state.unshard()
@@ -84,11 +85,12 @@ class FSDPModule(nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Puts the sharded parameters of this module, not of those inside, in place, and frees the whole ones."""
+        """Restores the sharded parameters of this module, not of those inside, and frees the whole ones."""
         self._state().reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Sets whether backward reduces gradients; without, each rank keeps its own until a backward that does."""
+        """Sets whether backward reduces gradients; otherwise each rank accumulates its own until a backward that
+        does."""
         for state in self._states(recurse):
             state.syncs = requires_gradient_sync
 
@@ -105,15 +107,17 @@ class FSDPModule(nn.Module):
             state.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
-        """Sets what is gathered while this module's forward runs, in place of the module that ran next before."""
+        """Sets the modules that are gathered while this module's forward runs, instead of the module that ran next the
+        last time."""
         self._state().forward_prefetch = _states_of(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
-        """Sets what is gathered while this module's backward runs, in place of the module that ran before it."""
+        """Sets the modules that are gathered while this module's backward runs, instead of the module that ran before
+        it."""
         self._state().backward_prefetch = _states_of(modules, "set_modules_to_backward_prefetch")
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Sets what the sum of the ranks' gradients is divided by, in place of the number of ranks."""
+        """Sets the divisor of the sum of the ranks' gradients, instead of the number of ranks."""
         if not factor > 0:
             raise FullyShardError(f"set_gradient_divide_factor got {factor!r}; allowed is a number above 0")
         for state in self._states(recurse=True):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def from_torch(tensor: torch.Tensor) -> DTensor:
     """The distributed tensor that shares the memory of a torch.distributed.tensor.DTensor; gradients go through.
 
-    Uneven shards and cut orders are taken over; _StridedShard as the order that it stands for, where lengths divide.
+    Uneven shards and cut orders are kept; _StridedShard becomes the cut order that it stands for, where lengths divide.
     Not a collective call. Raises MixedTensorsError for another tensor, and LayoutError for placements that only torch
     has, as masked terms.
 
@@ -42,8 +42,8 @@ def to_torch(tensor: DTensor, device_mesh: DeviceMesh | None = None) -> "TorchDT
 
     `device_mesh` is a DeviceMesh of the tensor's ranks and shape, by default the one that the tensor was made on. Not a
     collective call. Axes that cut a dim from right to left become _StridedShard where lengths divide. Raises
-    LayoutError, on all ranks alike, for what torch cannot hold: any other cut than torch.chunk's; MeshError where there
-    is no DeviceMesh, and MixedTensorsError for another tensor.
+    LayoutError, on all ranks alike, for layouts that torch cannot hold: any cut other than torch.chunk's; MeshError
+    where there is no DeviceMesh, and MixedTensorsError for another tensor.
 
     >>> import torch.distributed as dist
     >>> import tritondt as T
@@ -58,12 +58,12 @@ def to_torch(tensor: DTensor, device_mesh: DeviceMesh | None = None) -> "TorchDT
 
 
 def accelerate_torch() -> "Acceleration":
-    """Redistributions of torch's own DTensor on our engine, in this process: fewest bytes and one exchange each.
+    """Runs the redistributions of torch's own DTensor on this engine, in this process: fewest bytes, one exchange each.
 
-    All ranks call it, though it sends nothing. It holds until the end of a `with` block, or until `undo()` of what it
-    returns. Explicit redistributions, those that operators make, and gradients are all meant; results are torch's, sums
-    of floats but for the order in which terms are added. An asynchronous one is complete when it returns. Placements
-    that only torch has (masked terms, _StridedShard of other lengths), new terms and traced graphs stay with torch.
+    All ranks must call it; it sends nothing. It lasts until the end of a `with` block, or until `undo()` of the result.
+    It covers explicit redistributions, those of operators, and those of gradients. Results equal torch's, except for
+    the order in which terms of a float sum are added. An asynchronous one is complete when it returns. Placements that
+    only torch has (masked terms, _StridedShard of other lengths), new terms and traced graphs stay with torch.
 
     >>> import torch.distributed as dist
     >>> from torch.distributed.tensor import Replicate, Shard, ones
@@ -80,11 +80,12 @@ def accelerate_torch() -> "Acceleration":
 
 @checked
 def answer_clients(*packages: str) -> "Answers":
-    """Lets the named packages find our tensors to be of torch.distributed.tensor.DTensor, in this process.
+    """Makes isinstance(x, torch.distributed.tensor.DTensor) true for our tensors in the named packages, in this
+    process.
 
-    For packages that ask isinstance(x, DTensor) and go on by full_tensor, to_local, redistribute, placements or
-    device_mesh, which ours have as well; DTensor.from_local gives them tensors of ours. All other modules, torch's own
-    included, tell the classes apart. It holds until the end of a `with` block, or until `undo()` of the result. Not
+    It serves packages that test isinstance(x, DTensor) and then call full_tensor, to_local, redistribute, placements or
+    device_mesh, which our tensors have too; their DTensor.from_local makes tensors of ours. All other modules, torch's
+    own included, tell the classes apart. It holds until the end of a `with` block, or until `undo()` of the result. Not
     collective. Raises ArgumentError for torch itself. docs/clients.md lists packages.
 
     >>> with answer_clients("trl", "pytorch_optimizer") as answers:

@@ -1,12 +1,12 @@
-"""Raw communicators of NCCL on tensors, for research on collectives; nothing of tritondt's worlds, plans or watch.
+"""Raw communicators of NCCL on tensors, for research on collectives, without tritondt's worlds, plans or watch.
 
 from tritondt import nccl
 
 with nccl.bootstrap() as communicator:  # over torch.distributed's default group
     communicator.all_reduce(tensor)
 
-One build serves every NCCL from 2.18 on: what the loaded one lacks raises NcclUnsupportedError, with the version that
-has it. docs/nccl_guide.md has the table of versions and the rules of lifetimes.
+One build supports every NCCL from 2.18 on: a function that the loaded library lacks raises NcclUnsupportedError, with
+the version that has it. docs/nccl_guide.md has the table of versions and the rules of lifetimes.
 """
 
 from tritondt._C import NcclCallConfig, NcclCommunicator, NcclError, NcclLibrary, NcclUnsupportedError

@@ -47,7 +47,8 @@ def init(
     library: NcclLibrary | None = None,
     options: Options | None = None,
 ) -> Communicator:
-    """A communicator of `num_ranks` ranks; a collective call, which a blocking one returns from when all have come.
+    """Makes a communicator of `num_ranks` ranks; a collective call, which returns once all ranks have arrived if the
+    communicator is blocking.
 
     Args:
         unique_ids: Ids that one rank got from `library.unique_id()`, alike on all ranks; several of them make a large
@@ -57,9 +58,9 @@ def init(
         library: NCCL; that of the process by default.
         options: Fields of ncclConfig_t by snake-case names, as {"blocking": 0, "max_ctas": 4}.
 
-    The device is the thread's current one. Raises ValueError for a rank, an id or an option that cannot be,
-    NcclUnsupportedError for an option that came later, NcclError for what NCCL refuses. Source: NCCL's documentation
-    of ncclCommInitRankConfig (2.14) and ncclCommInitRankScalable (2.23).
+    The device is the thread's current one. Raises ValueError for an invalid rank, id or option, NcclUnsupportedError
+    for an option of a later version, NcclError for a call that NCCL refuses. Source: NCCL's documentation of
+    ncclCommInitRankConfig (2.14) and ncclCommInitRankScalable (2.23).
 
     An example that needs a GPU:
 
@@ -78,7 +79,7 @@ def join(
     library: NcclLibrary | None = None,
     options: Options | None = None,
 ) -> Communicator:
-    """The communicator that others make by `Communicator.grow`, for a rank that joins them; collective; NCCL 2.29.
+    """Joins the communicator that other ranks make with `Communicator.grow`; collective; NCCL 2.29.
 
     Args:
         unique_id: The id that `Communicator.grow_id` gave to one of the others.
@@ -108,7 +109,7 @@ def bootstrap(
     library: NcclLibrary | None = None,
     options: Options | None = None,
 ) -> Communicator:
-    """A communicator of the ranks of a process group, or of those that share a store; a collective call.
+    """Makes a communicator of the ranks of a process group, or of ranks that share a store; a collective call.
 
     Args:
         over: A process group of torch.distributed (the default group where None), or a store.
@@ -119,8 +120,8 @@ def bootstrap(
         library: NCCL; that of the process by default.
         options: Fields of ncclConfig_t, as for `init`.
 
-    Raises WorldError where torch.distributed is not initialised, PeerError where some ranks do not come in time,
-    ValueError for a name that the store has already, and what `init` raises.
+    Raises WorldError where torch.distributed is not initialized, PeerError where some ranks do not arrive in time,
+    ValueError for a name that the store already has, and the errors of `init`.
 
     An example that needs a GPU, and init_process_group before:
 

@@ -23,12 +23,12 @@ _SYMMETRIC, _NOT_SYMMETRIC = 1, 0
 class Communicator(Collectives):
     """One rank of a communicator of NCCL; `init`, `join`, `bootstrap` and other communicators make one.
 
-    As a context manager it ends by `close`, or by `abort` where the block raises. Calls are put into a stream and
-    return; tensors must stay as they are until the stream has come past them. Everything that NCCL refuses raises
-    NcclError, and what the loaded version lacks NcclUnsupportedError with the version that has it.
+    As a context manager it ends by `close`, or by `abort` where the block raises. Calls go into a stream and return at
+    once; tensors must stay unchanged until the stream has passed them. A call that NCCL refuses raises NcclError. A
+    function that the loaded version lacks raises NcclUnsupportedError with the version that has it.
 
-    A communicator with the option {"blocking": 0} may go on in the background after every call: `wait` for it before
-    the next one. Any thread may call; one at a time does, and `abort` ends the wait of another.
+    A communicator with the option {"blocking": 0} may continue in the background after every call: call `wait` before
+    the next one. Any thread may call; calls run one at a time, and `abort` ends the wait of another thread.
 
     An example that needs a GPU:
 
@@ -63,11 +63,12 @@ class Communicator(Collectives):
 
     @property
     def is_blocking(self) -> bool:
-        """Whether calls return when they are done on the host; see the option "blocking"."""
+        """Whether calls return once the host's part is done; see the option "blocking"."""
         return self._native.is_blocking
 
     def split(self, color: int | None, key: int = 0, options: Options | None = None) -> "Communicator | None":
-        """Ranks of one color as a communicator, in the order of key and then rank; None for the color None.
+        """Makes a communicator of the ranks of each color, ordered by key and then by rank; returns None for the color
+        None.
 
         Collective. `options` are fields of ncclConfig_t; those of this communicator by default. Source: NCCL's
         documentation of ncclCommSplit (2.18).
@@ -76,23 +77,23 @@ class Communicator(Collectives):
         return None if made is None else Communicator(made, self.library)
 
     def shrink(self, excluded: Sequence[int], options: Options | None = None, *, abort: bool = False) -> "Communicator":
-        """All ranks but the excluded ones as a communicator, numbered anew.
+        """Makes a communicator of all ranks but the excluded ones, numbered anew.
 
-        Collective among those that stay: the excluded ones, which may be dead, do not call it. `abort` ends what is
-        under way first, as after an error. Source: NCCL's documentation of ncclCommShrink (2.27).
+        Collective among the remaining ranks; the excluded ones, which may be dead, do not call it. `abort` first ends
+        operations in progress, as after an error. Source: NCCL's documentation of ncclCommShrink (2.27).
         """
         return Communicator(self._native.shrink(list(excluded), options, abort), self.library)
 
     def grow(self, num_ranks: int, unique_id: bytes | None = None, options: Options | None = None) -> "Communicator":
-        """These ranks, and new ones that call `join`, as a communicator of `num_ranks`.
+        """Makes a communicator of `num_ranks` from these ranks and new ones that call `join`.
 
-        Collective among all of them. `unique_id` is that of `grow_id`, on the rank that made it, and None elsewhere.
-        Source: NCCL's documentation of ncclCommGrow (2.29).
+        Collective among all of them. `unique_id` is the one from `grow_id` on the rank that made it, and None on the
+        others. Source: NCCL's documentation of ncclCommGrow (2.29).
         """
         return Communicator(self._native.grow(num_ranks, unique_id, options), self.library)
 
     def grow_id(self) -> bytes:
-        """The 128 bytes that ranks which `join` are to be given; from one rank, once for each `grow` (2.29).
+        """The 128 bytes for ranks that call `join`; made by one rank, once for each `grow` (2.29).
 
         Not collective. Source: NCCL's documentation of ncclCommGetUniqueId.
         """
@@ -101,23 +102,24 @@ class Communicator(Collectives):
     def poll(self) -> bool:
         """Whether the communicator is ready for another call.
 
-        Not collective, and the only question that never waits. Raises NcclError for what failed in the background, on
-        this rank or another. Source: NCCL's documentation of ncclCommGetAsyncError (2.4).
+        Not collective; it never waits. Raises NcclError for a failure in the background, on this rank or another.
+        Source: NCCL's documentation of ncclCommGetAsyncError (2.4).
         """
         return self._native.poll()
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until the communicator is ready for another call; False when `timeout_s` seconds are over.
 
-        Not collective; for the host's part of calls, not for the stream. Raises NcclError as `poll` does.
+        Not collective; it waits for the host's part of calls, not for the stream. Raises NcclError as `poll` does.
         """
         return self._native.wait(timeout_s)
 
     def close(self, timeout_s: float = 300.0) -> None:
-        """Ends the communicator when everything that was issued has run; once.
+        """Ends the communicator once all issued operations have run; may be called once.
 
-        Collective, except after `revoke`. Where others do not come within `timeout_s` seconds, a nonblocking one is
-        aborted and PeerError raised. Source: NCCL's documentation of ncclCommFinalize and ncclCommDestroy (2.14).
+        Collective, except after `revoke`. If other ranks do not arrive within `timeout_s` seconds, a nonblocking
+        communicator is aborted and raises PeerError. Source: NCCL's documentation of ncclCommFinalize and
+        ncclCommDestroy (2.14).
         """
         if self._is_over:
             return
@@ -130,15 +132,15 @@ class Communicator(Collectives):
         self._native.destroy()
 
     def abort(self) -> None:
-        """Ends whatever is under way, and the communicator; from any thread, and again.
+        """Ends all operations in progress, and the communicator; may be called from any thread, and repeatedly.
 
-        Not collective, but every rank must call it or be stuck. Source: NCCL's documentation of ncclCommAbort (2.4).
+        Not collective, but a rank that does not call it hangs. Source: NCCL's documentation of ncclCommAbort (2.4).
         """
         self._is_over = True
         self._native.abort()
 
     def revoke(self) -> None:
-        """Ends whatever is under way; after it the communicator takes no call but `split`, `shrink` and `close`.
+        """Ends all operations in progress; afterwards the communicator takes only `split`, `shrink` and `close`.
 
         Not collective, but every rank must call it. Source: NCCL's documentation of ncclCommRevoke (2.28.7).
         """
@@ -157,7 +159,7 @@ class Communicator(Collectives):
             self.abort()
 
     def group(self, calls: Sequence[Call], *, stream: Any = None, config: NcclCallConfig | None = None) -> None:
-        """Calls that are started together, as NCCL's groups are: messages that meet must be in one group.
+        """Starts calls together, like NCCL's groups: messages that meet must be in one group.
 
         Args:
             calls: The calls of this rank, in any order.
@@ -170,20 +172,21 @@ class Communicator(Collectives):
         self._issue(calls, stream, config)
 
     def simulate(self, calls: Sequence[Call]) -> float | None:
-        """Microseconds that NCCL estimates for the collectives of a group, which is not run; None without an estimate.
+        """Microseconds that NCCL estimates for the collectives of a group, without running it; None without an
+        estimate.
 
-        Collective where the group has any, as it is simulated on a child, which is ended: NCCL keeps what it has
-        simulated queued. Messages have no estimate. Blocking communicators only. Source: NCCL's documentation of
-        ncclGroupSimulateEnd (2.22).
+        Collective if the group has collectives: they are simulated on a child communicator, which is then ended,
+        because NCCL keeps simulated calls queued. Messages have no estimate. Blocking communicators only. Source:
+        NCCL's documentation of ncclGroupSimulateEnd (2.22).
         """
         return self._native.simulate([raw_call(call, self.num_ranks) for call in calls])
 
     @contextlib.contextmanager
     def pre_mul_sum(self, factor: float | torch.Tensor, dtype: torch.dtype) -> Iterator[int]:
-        """An op that sums terms times a factor: its number, for the `op` of calls within the block.
+        """An op that sums terms times a factor: returns its number, for the `op` of calls within the block.
 
-        Not collective. A factor that is a tensor has one element of `dtype`, and is read on the device when the op is
-        used. Source: NCCL's documentation of ncclRedOpCreatePreMulSum (2.11).
+        Not collective. A tensor factor has one element of `dtype`, and is read on the device when the op is used.
+        Source: NCCL's documentation of ncclRedOpCreatePreMulSum (2.11).
         """
         if isinstance(factor, torch.Tensor):
             if (factor.numel(), factor.dtype) != (1, dtype):
@@ -198,19 +201,19 @@ class Communicator(Collectives):
                 self._native.destroy_op(number)
 
     def register_buffer(self, tensor: torch.Tensor) -> Buffer:
-        """Memory that NCCL may use where it lies, until the buffer is closed: for collectives without copies.
+        """Registers memory that NCCL may use in place until the buffer is closed, for collectives without copies.
 
-        Not collective. The tensor is best one of `empty` or `memory_pool`. Source: NCCL's documentation of
+        Not collective. The tensor should come from `empty` or `memory_pool`. Source: NCCL's documentation of
         ncclCommRegister (2.19).
         """
         return Buffer(self._native, self._native.register_buffer(tensor.data_ptr(), tensor.nbytes), tensor)
 
     def register_window(self, tensor: torch.Tensor, *, is_symmetric: bool = True, timeout_s: float = 300.0) -> Window:
-        """Memory of all ranks, of one size, that `Window.put` writes to; symmetric memory by default.
+        """Maps memory of all ranks, of one size, for `Window.put`; symmetric memory by default.
 
-        Collective. The tensor is one of `empty` or `memory_pool`. `timeout_s` is for a nonblocking communicator, which
-        is waited for. Raises NcclUnsupportedError where these ranks share no such memory. Source: NCCL's documentation
-        of ncclCommWindowRegister (2.27).
+        Collective. The tensor must come from `empty` or `memory_pool`. `timeout_s` is for a nonblocking communicator,
+        which is waited for. Raises NcclUnsupportedError where these ranks cannot share memory. Source: NCCL's
+        documentation of ncclCommWindowRegister (2.27).
         """
         flags = _SYMMETRIC if is_symmetric else _NOT_SYMMETRIC
         handle = self._native.register_window(tensor.data_ptr(), tensor.nbytes, flags, timeout_s)

@@ -48,7 +48,7 @@ class _Registered(ABC):
 
 
 class Buffer(_Registered):
-    """Memory that NCCL may use where it lies (user buffer registration, NCCL 2.19).
+    """Memory that NCCL may use in place (user buffer registration, NCCL 2.19).
 
     `Communicator.register_buffer` makes one; the tensor is kept alive as long. Source: NCCL's documentation of
     ncclCommRegister.
@@ -64,10 +64,10 @@ class Buffer(_Registered):
 
 
 class Window(_Registered):
-    """Memory of all ranks of a communicator that NCCL maps for each other (NCCL 2.27).
+    """Memory of all ranks of a communicator, which NCCL maps into each of them (NCCL 2.27).
 
-    `Communicator.register_window` makes one; the tensor is kept alive as long. Collectives on tensors that lie in it
-    may run faster; `put` and `wait_signals` write to other ranks' windows without their part (NCCL 2.29), with streams
+    `Communicator.register_window` makes one; the tensor is kept alive as long. Collectives on tensors inside it may run
+    faster. `put` and `wait_signals` write to other ranks' windows without their participation (NCCL 2.29), in streams
     that are torch.cuda.Stream or handles, by default the current one of the window's device. Source: NCCL's
     documentation of ncclCommWindowRegister.
 
@@ -81,11 +81,12 @@ class Window(_Registered):
     def put(
         self, puts: Sequence[tuple[int, torch.Tensor, int]], *, signal: int = 0, context: int = 0, stream: Any = None
     ) -> None:
-        """Tensors into the windows of peers, each as (peer, tensor, offset in bytes), and then a signal to each.
+        """Writes tensors into the windows of peers, each as (peer, tensor, offset in bytes), and then sends a signal to
+        each.
 
-        Not collective: a peer takes no part, but may wait for the signal. Tensors lie in a window of the same
-        communicator, this one or another: NCCL refuses others with NcclError. A tensor without elements is the signal
-        alone. `signal` and `context` are numbers below the options num_rma_sig and num_rma_ctx. Raises
+        Not collective: a peer does nothing, but may wait for the signal. Tensors lie in a window of the same
+        communicator, this one or another: NCCL refuses others with NcclError. For a tensor without elements only the
+        signal is sent. `signal` and `context` are numbers below the options num_rma_sig and num_rma_ctx. Raises
         NcclUnsupportedError before NCCL 2.29. Source: NCCL's documentation of ncclPutSignal.
         """
         raw = [
@@ -98,7 +99,7 @@ class Window(_Registered):
     def wait_signals(
         self, num_signals: Mapping[int, int], *, signal: int = 0, context: int = 0, stream: Any = None
     ) -> None:
-        """Lets the stream wait until each peer, by its rank, has sent so many signals.
+        """Makes the stream wait until each peer has sent the given number of signals.
 
         Not collective. Raises NcclUnsupportedError before NCCL 2.29. Source: NCCL's documentation of ncclWaitSignal.
         """
@@ -109,11 +110,11 @@ class Window(_Registered):
 
         int64 of shape (num_ranks,) on the window's device; `offset` counts bytes from the window's start. 0 stands for
         a rank whose memory this GPU cannot load from: NCCL reaches those of one host, or of one NVLink domain. Not
-        collective, and the host waits for a copy to the device: ask once, not at every launch. The addresses hold
-        until the window is closed, and whoever uses them orders accesses itself: `publish` and `await_all` of
-        `tritondt.kernels.gpu.signals` do. The window must be symmetric, as `register_window` makes it by default.
-        Raises ValueError for an offset outside of the window, NcclUnsupportedError before NCCL 2.29. Source: NCCL's
-        documentation of ncclGetPeerDevicePointer.
+        collective. The host waits for a copy to the device, so call it once, not at every launch. The addresses are
+        valid until the window is closed. The kernels that use them must order accesses themselves, with `publish` and
+        `await_all` of `tritondt.kernels.gpu.signals`. The window must be symmetric, as `register_window` makes it by
+        default. Raises ValueError for an offset outside of the window, NcclUnsupportedError before NCCL 2.29. Source:
+        NCCL's documentation of ncclGetPeerDevicePointer.
 
         An example that needs two GPUs:
 

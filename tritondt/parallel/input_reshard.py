@@ -20,14 +20,14 @@ _STATE = "_tritondt_input_reshard"
 def input_reshard(
     module: nn.Module, tp_device_mesh: "DeviceMesh | Mesh", input_reshard_dim: int | None = None
 ) -> nn.Module:
-    """The module, which from here on keeps 1/n of each replicated input for its backward pass, in place.
+    """Makes a module keep only 1/n of each replicated input for its backward pass, in place, and returns it.
 
-    Inputs of a tensor-parallel module are alike on the n ranks of `tp_device_mesh`, and autograd keeps all of them.
-    With hooks of this function every rank keeps its part of the tensors saved in forward that are plain positional
-    inputs of the module, or views of one, cut along `input_reshard_dim` (views of another shape: along their first
-    dim), and gathers them in backward, a collective call then. Other saved tensors stay as they are. None as the dim
-    changes nothing. Inputs that ranks do not share must not be given. Raises ParallelizeError for a mesh of several
-    axes and for a second call. Source: torch.distributed.tensor.parallel.input_reshard.
+    The n ranks of `tp_device_mesh` have the same inputs of a tensor-parallel module, and autograd keeps all of them.
+    This function's hooks keep only a rank's part of tensors saved in forward, and gather them in backward, which is
+    collective then. They apply to plain positional inputs of the module and their views, and cut them along
+    `input_reshard_dim`, or reshaping views along their first dim. Other saved tensors stay as they are. None as the dim
+    changes nothing. Inputs must be the same on all ranks. Raises ParallelizeError for a mesh of several axes and for a
+    second call. Source: torch.distributed.tensor.parallel.input_reshard.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> def gradient_on(rank):

@@ -53,7 +53,7 @@ class KeyValueParallel(WeightStyle):
         return dict.fromkeys(("weight", "bias"), self._cut(module).shard(0, self._features(module), mesh.shape[0]))
 
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
-        """Hooks that take the whole input in and hand whole heads out."""
+        """Hooks that take the whole input and return whole heads."""
         features = self._cut(module).shard(-1, self._features(module), mesh.shape[0])
         return _KeyValueRun(mesh, self.input_layouts, features, self._features(module) // self.unit)
 

@@ -8,11 +8,10 @@ from tritondt.ops.propagation.replication import implicit_replication
 def loss_parallel() -> AbstractContextManager[None]:
     """Context in which cross_entropy of logits cut along their classes takes plain targets and weights.
 
-    Plain tensors beside distributed ones count as alike on every rank, as in `tritondt.implicit_replication()`. That
-    the logits stay cut, in forward and backward, that ranks exchange a few numbers for each row, and that the loss is
-    whole on every rank of the axis that cuts the classes holds outside, too:
-    distributed targets need no scope, and backward may be called outside of it. Source:
-    torch.distributed.tensor.parallel.loss_parallel.
+    Plain tensors beside distributed ones count as alike on every rank, as in `tritondt.implicit_replication()`. Outside
+    of the context, too, logits stay cut in forward and backward, ranks exchange a few numbers for each row, and the
+    loss is whole on every rank of the axis that cuts the classes. Distributed targets need no context, and backward may
+    be called outside of it. Source: torch.distributed.tensor.parallel.loss_parallel.
 
     >>> import torch, tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

@@ -39,13 +39,14 @@ def all_gather_matmul(
     source: DTensorSpec,
     chunks_per_peer: int | None = None,
 ) -> torch.Tensor:
-    """F.linear of the whole of `x`, which is gathered meanwhile, with this rank's own `weight` and `bias`.
+    """F.linear of the whole `x`, gathered during the product, with this rank's own `weight` and `bias`.
 
     `x` is this rank's part under `source`: Shard of a dim before the last, even, uneven or empty, on a mesh of one
     axis. `weight` is (own features, features), `bias` (own features,). Returns (..., own features) of all positions.
-    The gradient of `x` is the sum over ranks, for each has other features. `chunks_per_peer` is the number of pieces in
-    which each rank's part travels and is multiplied; by default both follow from the world's cost table, so that what
-    takes long to multiply and little to send is hardly cut. A collective call of all ranks of the mesh.
+    The gradient of `x` is summed over ranks, because each rank has other features. `chunks_per_peer` is the number of
+    pieces into which each rank's part is cut to travel and to be multiplied. By default the world's cost table
+    determines it: a product that takes long beside its message is hardly cut. A collective call of all ranks of the
+    mesh.
 
     Raises LayoutError and ParallelizeError on all ranks alike before anything is sent; LocalTensorError and
     TransportError on the rank whose tensor is at fault, and PeerError on the others.
@@ -75,12 +76,13 @@ def all_gather_matmul(
 def matmul_reduce_scatter(
     x: torch.Tensor, weight: torch.Tensor, *, target: DTensorSpec, chunks_per_peer: int | None = None
 ) -> torch.Tensor:
-    """Part of this rank under `target` of the sum over ranks of F.linear(x, weight), sent while it is computed.
+    """Returns this rank's part, under `target`, of the sum over ranks of F.linear(x, weight), sent while it is
+    computed.
 
     `x` is (..., own features) of all positions, `weight` (features of the result, own features). `target` is Shard of a
-    dim before the last on a mesh of one axis. Terms are added in coordinate order, in fp32 where they are narrower, and
-    rounded once, as `redistribute` adds them. `chunks_per_peer` is that of `all_gather_matmul`. A collective call of
-    all ranks of the mesh; raises as `all_gather_matmul` does.
+    dim before the last on a mesh of one axis. Terms are added in coordinate order, 16-bit ones in fp32, and rounded
+    once, as in `redistribute`. `chunks_per_peer` is that of `all_gather_matmul`. A collective call of all ranks of the
+    mesh; raises as `all_gather_matmul` does.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.sharding.mesh import Mesh

@@ -44,20 +44,20 @@ def parallelize_module(
     src_data_rank: int | None = 0,
     plain_tensors: PlainTensors = "refused",
 ) -> nn.Module:
-    """The module, laid over a mesh of one axis in place, style by style, as `parallelize_plan` says.
+    """Lays a module out over a mesh of one axis, in place, as `parallelize_plan` names its styles, and returns it.
 
-    The plan is a style for the module itself, or styles by dotted name, in which every part may hold the wildcards
-    of fnmatch ("layers.*.attention.w[qkv]"; "" is the module itself); styles of torch's become ours. Parameters
-    take the values of rank `src_data_rank` of the mesh, or every rank's own with None. With
-    plain_tensors="replicated" plain tensors beside distributed ones count within the module's forward as in
-    `tritondt.implicit_replication()`: alike on every rank. The mesh defaults to that of the `with mesh:` around the
-    call. A collective call of all ranks of the mesh.
+    The plan is a style for the module itself, or a dict of styles by dotted name. Every part of a name may hold fnmatch
+    wildcards ("layers.*.attention.w[qkv]"; "" is the module itself). torch's styles become ours. Parameters take the
+    values of rank `src_data_rank` of the mesh, or every rank's own with None. With plain_tensors="replicated", plain
+    tensors beside distributed ones within the module's forward count as the same on every rank, as in
+    `tritondt.implicit_replication()`. The mesh defaults to that of the `with mesh:` around the call. A collective call
+    of all ranks of the mesh.
 
-    Raises ParallelizeError, before anything is changed, for a name that matches nothing, a module that its style does
-    not know and tied parameters that would be cut differently, and MismatchError on the ranks whose own plan fits; also
-    for a module that is parallelized already, and after it is changed for tied parameters that styles of your own have
-    made two.
-    MeshError for a mesh of several axes. Source: torch.distributed.tensor.parallel.parallelize_module.
+    Raises ParallelizeError, before anything is changed, for a name that matches no module, a module that its style
+    cannot handle, tied parameters that would be cut differently, and a module that is parallelized already; ranks whose
+    own plan fits raise MismatchError. Also raises ParallelizeError, after the change, where styles of your own have
+    split tied parameters. MeshError for a mesh of several axes. Source:
+    torch.distributed.tensor.parallel.parallelize_module.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.parallel.weights import ColwiseParallel, RowwiseParallel

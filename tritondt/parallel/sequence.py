@@ -56,7 +56,7 @@ class SequenceParallel(WeightStyle):
         return {name: Replicate() for name in module._parameters}
 
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
-        """Hooks that take own positions in and hand own positions out."""
+        """Hooks that take and return this rank's positions."""
         kind = RandomRun if isinstance(module, nn.Dropout) else PositionRun
         return kind(mesh, self.sequence_dim, self.use_local_output)
 

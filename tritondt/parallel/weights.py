@@ -102,7 +102,7 @@ class ColwiseParallel(WeightStyle):
         raise _unknown(module, self)
 
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
-        """Hooks that take the whole input in and hand own features of the output out."""
+        """Hooks that take the whole input and return this rank's features of the output."""
         kind, length = (
             (ColumnLinear, linear_features(module)[1])
             if _is_linear(module, self)
@@ -170,7 +170,7 @@ class RowwiseParallel(WeightStyle):
         raise _unknown(module, self)
 
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
-        """Hooks that take own features of the input in and add up the terms of the output."""
+        """Hooks that take this rank's features of the input and sum the terms of the output."""
         if _is_linear(module, self):
             cut = self.cut.shard(-1, linear_features(module)[0], mesh.shape[0])
             given = self.input_layouts or cut

@@ -28,32 +28,32 @@ def redistribute(
     wire_dtype: torch.dtype | None = None,
     grad_wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Local tensor of this rank under `target`, of the tensor that has `local` as this rank's part under `source`.
+    """Moves this rank's part of a tensor from `source` to `target`: returns the local tensor under `target`.
 
-    `local` has the shape `source.local_shape`; the result has `target.local_shape`. Both specs are of one global shape
-    and dtype, on one mesh or on two of one world, which may share ranks. A collective call of all ranks of the mesh, or
-    of either mesh: a rank in one of them only gives, or gets, an empty tensor of shape (0,), and one in neither takes
-    part in nothing. The result never aliases `local`, except where nothing changes. Where the gradient is wanted,
-    `local` requires it on all of these ranks, and all of them run backward.
+    `local` has the shape `source.local_shape`; the result has `target.local_shape`. Both specs have the same global
+    shape and dtype, and lie on one mesh or on two meshes of one world, which may share ranks. A collective call of all
+    ranks of the mesh, or of both meshes. A rank in only one of two meshes gives, or gets, an empty tensor of shape
+    (0,); a rank in neither does nothing. The result never aliases `local`, except where nothing changes. If a gradient
+    is needed, `local` must require it on all of these ranks, and all must run backward.
 
-    Backward is a redistribution too: `grad_placements` are the placements in which the gradient of the result will come
-    (default: those of `target`, with Replicate for Partial, since every term of a sum has the sum's gradient), and the
-    gradient of `local` comes as `source`, likewise. Give (Partial(),) where a replicated result is used differently on
-    every rank, as in front of a column-parallel matmul: backward is then a reduction.
+    Backward is a redistribution too. `grad_placements` declares the placements of the result's gradient; the default is
+    those of `target`, with Replicate for Partial, since every term of a sum has the sum's gradient. The gradient of
+    `local` has the layout of `source`, with the same exception. Pass (Partial(),) where ranks use a replicated result
+    differently, as in front of a column-parallel matmul: backward is then a reduction.
 
     With `wire_dtype` messages hold that dtype: bfloat16 or float16 of float32, and float32 too of float64. Every step
-    of the plan in which anything moves then rounds all values of the tensor, or terms of a sum, to the wire dtype, to
-    nearest even: what stays on its rank like what is sent, so that ranks that hold the same elements hold the same
-    bits. Terms are added up in the tensor's own dtype, and sums that travel on are rounded again. Where nothing has to
-    move nothing is rounded. Backward does the same in `grad_wire_dtype` (default: `wire_dtype`; the tensor's own dtype
-    for gradients as they are), and takes the rounding for the identity.
+    that moves data then rounds all values of the tensor, or terms of a sum, to the wire dtype, to nearest even. Values
+    that stay on their rank are rounded too, so that ranks with the same elements have the same bits. Terms are added in
+    the tensor's own dtype, and sums that travel further are rounded again. Where nothing moves, nothing is rounded.
+    Backward does the same in `grad_wire_dtype` (default: `wire_dtype`; pass the tensor's own dtype for exact
+    gradients), and treats the rounding as the identity.
 
-    float32, bfloat16 and float16 may travel as float8_e4m3fn or float8_e5m2. Then each box of a message, indices
-    without a gap in any dim, has a float32 scale in front, the least power of two with which its largest finite number
-    fits: numbers that are too small for it become 0.
+    float32, bfloat16 and float16 may travel as float8_e4m3fn or float8_e5m2. Each box of such a message (a range of
+    indices without gaps in any dim) then begins with a float32 scale: the least power of two with which its largest
+    finite number fits. Numbers too small for the scale become 0.
 
-    Raises MeshError and LayoutError on all ranks alike, LocalTensorError and TransportError on the rank whose tensor is
-    at fault, PeerError on the others, MismatchError where ranks ask for different things; ReductionError in the
+    Raises MeshError and LayoutError on all ranks; LocalTensorError and TransportError on the rank whose tensor is at
+    fault, and PeerError on the others; MismatchError where ranks call different redistributions; ReductionError in the
     backward of a max, min or product.
 
     >>> from tritondt.comm.transports.threads import run_ranks

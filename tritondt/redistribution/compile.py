@@ -165,14 +165,14 @@ def explain(
 ) -> Explanation:
     """Explanation of a redistribution from `source` to `target` on this rank, before anything moves.
 
-    `source` may be a distributed tensor, and `target` the placements, one per mesh axis, that its `redistribute` would
-    be given, with `order`. Both specs are of one global shape and dtype, on one mesh or on two of one world;
+    `source` may be a distributed tensor. `target` is then the placements, one per mesh axis, for its `redistribute`,
+    with `order`. Both specs have the same global shape and dtype, and lie on one mesh or on two meshes of one world;
     `wire_dtype` is that of `redistribute`. Not a collective call. The result has `steps`, each with messages, bytes
     sent and received, temporary bytes and predicted seconds, and the totals `sent_bytes`, `received_bytes`, `messages`,
     `seconds`, `peak_bytes` (temporary) and `num_peers`; str() is a table, `to_json()` a JSON object. Bytes and messages
-    are exact; seconds follow from the world's cost table.
+    are exact; seconds are predicted from the world's cost table.
 
-    Between two meshes the bytes are those of this rank of the world, and none where it is in neither mesh.
+    Between two meshes the bytes are those of this rank; they are 0 where the rank is in neither mesh.
 
     Raises LayoutError for specs of different shapes or dtypes, MeshError for meshes on devices of different types,
     TransportError for a `wire_dtype` that the tensor's dtype cannot travel in, and LocalTensorError for a plain tensor.

@@ -81,14 +81,14 @@ def _log(op: OpOverload, source: DTensorSpec, target: DTensorSpec) -> None:
 def explicit_redistribution(
     enable: bool = True, strict: bool = False, mode: Literal["raise", "warn"] = "raise"
 ) -> Iterator[None]:
-    """Context manager in which a redistribution that sends bytes is refused unless it was asked for by name.
+    """Context manager that refuses implicit redistributions that send bytes.
 
-    With `strict` one that sends nothing is refused as well, as cutting a replicated tensor; with `mode="warn"` it runs
-    with an ImplicitRedistributionWarning; with `enable=False` nothing is refused, in a block within another, too.
+    With `strict` it also refuses those that send nothing, such as cutting a replicated tensor. With `mode="warn"` they
+    run with an ImplicitRedistributionWarning. `enable=False` lifts an outer block.
 
-    Not a collective call, but all ranks must enter it, for all refuse alike. Holds for the calling thread; a backward
-    pass that other threads run is not covered. Within, an operator whose argument would have to move raises
-    ImplicitRedistributionError, which names the operator, the bytes and the call that asks for the redistribution.
+    It is not a collective call, but all ranks must enter it, so that all refuse alike. It applies to the calling
+    thread, and not to backward passes that other threads run. Within the block, an operator that needs to move an
+    argument raises ImplicitRedistributionError, which names the operator, the bytes, and the explicit call.
     PropagationError for another mode.
 
     >>> import tritondt as T

@@ -33,9 +33,9 @@ _PROPERTIES = ("dtype", "requires_grad", "pin_memory")
 def shard_tensor(
     tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Group = None
 ) -> ShardedTensor:
-    """The sharded tensor of the values that `tensor` has on group rank `src_rank`: a collective call, one exchange.
+    """Makes a sharded tensor from the values of `tensor` on group rank `src_rank`: a collective call, one exchange.
 
-    Every rank gives a contiguous tensor of one size and dtype; shards are leaves with memory of their own. Raises
+    Every rank passes a contiguous tensor of the same size and dtype; shards are leaves with memory of their own. Raises
     ShardingMismatchError on all ranks where size, dtype, spec or `src_rank` differ, naming two ranks; LayoutError where
     the spec does not fit, LocalTensorError for a tensor that is not contiguous; both end the call on the other ranks.
 
@@ -86,12 +86,12 @@ def _request(spec: ShardingSpec, metadata: ShardedTensorMetadata) -> str:
 def init_from_local_shards(
     local_shards: list[Shard], *global_size: Any, process_group: Group = None, init_rrefs: bool = False
 ) -> ShardedTensor:
-    """The sharded tensor of the shards that every rank gives, which share its memory: a collective call.
+    """Makes a sharded tensor from the shards that every rank passes, and shares their memory: a collective call.
 
-    `global_size` is that of the whole; with None for a dim, ranks give one shard each, which follow each other along
-    dim 0. A rank may give none. Raises, on all ranks, LayoutError where shards overlap or do not make up the tensor,
-    ShardingMismatchError where sizes or dtypes differ; and on a rank whose own shards are at fault LocalTensorError,
-    which ends the call on the others with ShardingMismatchError.
+    `global_size` is the size of the whole. With None for a dim, ranks pass one shard each, and these follow each other
+    along dim 0. A rank may give none. Raises LayoutError on all ranks where shards overlap or do not cover the tensor,
+    and ShardingMismatchError where sizes or dtypes differ. A rank whose own shards are at fault raises
+    LocalTensorError, and the others ShardingMismatchError.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> def body(rank):
@@ -214,10 +214,10 @@ def init_from_local_shards_and_global_metadata(
     init_rrefs: bool = False,
     sharding_spec: ShardingSpec | None = None,
 ) -> ShardedTensor:
-    """The sharded tensor of shards whose metadata every rank knows; nothing is sent and ranks are not compared.
+    """Makes a sharded tensor from shards whose metadata every rank knows; nothing is sent and ranks are not compared.
 
-    Raises LayoutError for metadata that make up no tensor, and LocalTensorError where this rank's shards are not those
-    that the metadata give it: other places, size, dtype, or flags.
+    Raises LayoutError for metadata that do not describe a tensor, and LocalTensorError where this rank's shards differ
+    from the metadata in place, size, dtype, or flags.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> def body(rank):
@@ -263,7 +263,7 @@ def init_from_local_tensor(
     process_group: Group = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """The sharded tensor of which every rank gives the tensor of its one shard; nothing is sent.
+    """Makes a sharded tensor from each rank's tensor of its one shard; nothing is sent.
 
     Raises LayoutError where the spec does not fit `global_size`, LocalTensorError where it gives this rank no shard or
     several, or where the tensor is not contiguous or not of the shard's size.

@@ -15,7 +15,7 @@ from tritondt.sharded.tensor import ShardedTensor
 
 @checked
 def empty(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
-    """A sharded tensor of undefined values. `options` are those of ShardedTensor, and so are errors.
+    """A sharded tensor of undefined values. `options` and errors are those of ShardedTensor.
 
     `dtype` (default: torch's), `layout`, `requires_grad`, `pin_memory`, `memory_format`, `process_group`, `init_rrefs`.
 
@@ -57,7 +57,8 @@ def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTen
 def full(
     sharding_spec: ShardingSpec, size: Sequence[int], fill_value: float | int | bool | complex, **options: Any
 ) -> ShardedTensor:
-    """A sharded tensor of `fill_value` everywhere, of its dtype unless one is given; options and errors as in `empty`.
+    """A sharded tensor filled with `fill_value`, of its dtype unless another is given; options and errors as in
+    `empty`.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.sharded import ChunkShardingSpec
@@ -73,8 +74,8 @@ def full(
 def rand(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """A sharded tensor of numbers from [0, 1), the same whatever the spec; options and errors as in `empty`.
 
-    At the first call after seeding the ranks compare their default generators, a collective call: MismatchError where
-    they are not in step (torch.manual_seed).
+    The first call after seeding compares the ranks' default generators, which is collective, and raises MismatchError
+    where they differ (torch.manual_seed).
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.sharded import ChunkShardingSpec

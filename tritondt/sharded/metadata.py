@@ -34,8 +34,8 @@ def remote_device(placement: "RemoteDevice | str") -> RemoteDevice:
 class ShardMetadata:
     """Place of one shard: its first index and its length in every dim, and the rank and device that hold it.
 
-    `placement` is "rank:0/cpu" or torch's `_remote_device`, or None where no rank is meant yet. LayoutError for lists
-    of different lengths, or for negative numbers.
+    `placement` is "rank:0/cpu", torch's `_remote_device`, or None if no rank is chosen yet. LayoutError for lists of
+    different lengths, or for negative numbers.
 
     >>> ShardMetadata([0, 4], [2, 4], "rank:0/cpu").box
     ((0, 2), (4, 8))
@@ -72,7 +72,7 @@ class ShardMetadata:
 
     @property
     def rank(self) -> int:
-        """World's rank that holds the shard; LayoutError where no placement says."""
+        """World rank that holds the shard; raises LayoutError without a placement."""
         if self.placement is None:
             raise LayoutError(f"{self} has no placement; a shard of a tensor is placed as 'rank:0/cpu'")
         found = self.placement.rank()
@@ -170,5 +170,5 @@ class Shard:
 
     @classmethod
     def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: list[int], rank: int) -> "Shard":
-        """The shard of `tensor` on world rank `rank`, at these first indices; shares memory with the tensor."""
+        """Makes the shard `tensor` on world rank `rank`, with these first indices; shares memory with the tensor."""
         return cls(tensor, ShardMetadata(shard_offsets, list(tensor.shape), f"rank:{rank}/{tensor.device}"))

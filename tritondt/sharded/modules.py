@@ -25,10 +25,10 @@ def shard_parameter(
     src_rank: int = 0,
     process_group: Group = None,
 ) -> None:
-    """Makes the parameter `param_name` of `module` a sharded one, of the values of group rank `src_rank`.
+    """Shards the parameter `param_name` of `module`, with the values of group rank `src_rank`.
 
-    A collective call. Raises AttributeError for a name that the module does not have, ValueError for what is no tensor
-    or not contiguous, and what `shard_tensor` raises; where this happens on some ranks only, the others raise
+    A collective call. Raises AttributeError for a name that the module lacks, ValueError for a parameter that is not a
+    contiguous tensor, and the errors of `shard_tensor`. Where only some ranks raise, the others raise
     ShardingMismatchError, before anything is sent.
 
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -68,9 +68,9 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
     """Shards a module in place as a plan says: parameters and submodules, then outputs. A collective call.
 
     The whole plan is checked first, on all ranks alike, and nothing is changed where it is refused. Raises RuntimeError
-    for a parameter below the path of a Sharder, KeyError for a Sharder of the module itself, TypeError for what is
-    neither a spec nor a Sharder, AttributeError for a path that the module does not have; and what `shard_parameter`
-    raises. Ranks whose own plan was in order raise ShardingMismatchError.
+    for a parameter below the path of a Sharder, KeyError for a Sharder of the module itself, TypeError for a value that
+    is neither a spec nor a Sharder, AttributeError for a path that the module lacks, and the errors of
+    `shard_parameter`. Ranks whose own plan is valid raise ShardingMismatchError.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> def body(rank):
@@ -141,9 +141,9 @@ def _check_parameter(module: nn.Module, name: str, sharders: list[str]) -> None:
 
 @checked
 def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
-    """The module, whose sharded output every forward reshards to a spec; other outputs stay.
+    """Makes every forward of a module reshard its sharded output to a spec, and returns the module; other outputs stay.
 
-    Its forward is then a collective call. Raises TypeError for what is no spec.
+    Its forward is then a collective call. Raises TypeError for anything but a spec.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> def body(rank):
@@ -165,10 +165,12 @@ def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modul
 
 @checked
 def collect_local_shard(module: nn.Module) -> nn.Module:
-    """The module, of whose sharded output every forward gives this rank's shard, through which gradients pass.
+    """Makes every forward of a module return this rank's shard of its sharded output, with gradients, and returns the
+    module.
 
-    The dim that a ChunkShardingSpec cuts goes where the shard's size is 1 there: of a (4, 16) output on 4 ranks each
-    gets a (16,) tensor. NotImplementedError, in forward, on a rank that holds none or several; other outputs stay.
+    The dim that a ChunkShardingSpec cuts is removed where the shard's size is 1: of a (4, 16) output on 4 ranks each
+    gets a (16,) tensor. Forward raises NotImplementedError on a rank that holds no shard or several; it leaves other
+    outputs alone.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.sharded import ones
@@ -190,7 +192,7 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
 
 
 def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Hook for `module._register_state_dict_hook`: adds sharded tensors that are attributes and no parameters.
+    """Hook for `module._register_state_dict_hook`: adds attributes that are sharded tensors but not parameters.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.sharded import ones
@@ -218,7 +220,8 @@ def pre_load_state_dict_hook(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Hook for `module._register_load_state_dict_pre_hook`, with the module: sets attributes from sharded tensors.
+    """Hook for `module._register_load_state_dict_pre_hook`, called with the module: loads attributes that are sharded
+    tensors.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.sharded import ones, zeros

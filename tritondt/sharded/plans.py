@@ -10,7 +10,7 @@ from tritondt.sharded.specs import ShardingSpec
 
 
 class Sharder(ABC):
-    """Base of what shards a whole submodule, in ways that no spec says.
+    """Base of classes that shard a whole submodule, in ways that a spec cannot express.
 
     >>> class Frozen(Sharder):
     ...     def shard(self, module):
@@ -21,7 +21,7 @@ class Sharder(ABC):
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
-        """The module that takes the place of `module`, which may be `module` itself."""
+        """Returns the replacement of `module`, which may be `module` itself."""
 
 
 @checked_class
@@ -45,7 +45,7 @@ class ShardingPlan:
 
 
 class ShardingPlanner(ABC):
-    """Base of what makes a plan for a module.
+    """Base of classes that make a plan for a module.
 
     >>> class Nothing(ShardingPlanner):
     ...     def build_plan(self, module):

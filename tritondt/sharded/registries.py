@@ -23,11 +23,11 @@ _of_specs: dict[tuple[type[ShardingSpec], Function], Implementation] = {}
 
 @checked
 def custom_sharded_op_impl(func: Function) -> Callable[[Implementation], Implementation]:
-    """Decorator that makes a function `(types, args, kwargs, process_group)` run where `func` is called on sharded
-    tensors; it takes the place of what is here.
+    """Decorator that registers a function `(types, args, kwargs, process_group)` for calls of `func` on sharded
+    tensors; it replaces the package's own.
 
-    TypeError for a function of other parameters. A call without sharded tensors is a TypeError, one with tensors of
-    several groups a PropagationError (RuntimeError).
+    Raises TypeError for a function with other parameters. A call without sharded tensors is a TypeError, one with
+    tensors of several groups a PropagationError (RuntimeError).
 
     >>> import torch
     >>> from tritondt.comm.transports.threads import run_ranks

@@ -27,7 +27,7 @@ class PlacementSpec(ABC):  # noqa: B024  as torch's: a base to derive from, with
 @checked_class
 @dataclass
 class DevicePlacementSpec(PlacementSpec):
-    """Placement of something on one rank's device, written as "rank:0/cpu".
+    """Placement on one rank's device, written as "rank:0/cpu".
 
     >>> DevicePlacementSpec("rank:0/cpu").device.rank()
     0
@@ -40,7 +40,7 @@ class DevicePlacementSpec(PlacementSpec):
 
 
 class ShardingSpec(ABC):
-    """Base of sharding specs. A subclass says by `build_metadata` where each shard of a tensor lies.
+    """Base of sharding specs. A subclass defines the place of every shard in `build_metadata`.
 
     >>> class FirstRow(ShardingSpec):
     ...     def build_metadata(self, tensor_sizes, tensor_properties):
@@ -57,10 +57,11 @@ class ShardingSpec(ABC):
 
     @abstractmethod
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """Metadata of a tensor of these sizes and properties, cut as this spec says; LayoutError where it cannot be."""
+        """Metadata of a tensor of these sizes and properties, cut by this spec; raises LayoutError where that is
+        impossible."""
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> Any:
-        """The ShardedTensor of the values that `tensor` has on group rank `src_rank`: a collective call."""
+        """Makes a ShardedTensor from the values of `tensor` on group rank `src_rank`: a collective call."""
         return type(self)._shard(tensor, self, src_rank, process_group)
 
 
@@ -92,7 +93,7 @@ class ChunkShardingSpec(ShardingSpec):
         self.dim, self.placements = dim, [remote_device(placement) for placement in placements]
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """Metadata of a tensor of these sizes; LayoutError for one without this dim."""
+        """Metadata of a tensor of these sizes; raises LayoutError if it lacks the dim."""
         ndim = len(tensor_sizes)
         if not -ndim <= self.dim < ndim:
             raise LayoutError(f"{self} cuts dim {self.dim} of a tensor of size {tuple(tensor_sizes)}, which has {ndim}")
@@ -110,10 +111,10 @@ class ChunkShardingSpec(ShardingSpec):
 @checked_class
 @dataclass
 class EnumerableShardingSpec(ShardingSpec):
-    """Shards listed one by one, of any sizes: several to a rank, none, or empty ones.
+    """Explicit list of shards of any sizes: a rank may have several, none, or empty ones.
 
-    LayoutError for no shards, for shards of different numbers of dims, and for shards that overlap; `build_metadata`
-    refuses shards that do not make up the tensor.
+    Raises LayoutError for an empty list, shards of different numbers of dims, and overlapping shards; `build_metadata`
+    refuses shards that do not cover the tensor.
 
     >>> halves = [ShardMetadata([0], [1], "rank:0/cpu"), ShardMetadata([1], [4], "rank:1/cpu")]
     >>> EnumerableShardingSpec(halves).build_metadata(torch.Size([5]), TensorProperties()).size
@@ -126,7 +127,8 @@ class EnumerableShardingSpec(ShardingSpec):
         check_disjoint(self.shards)
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """Metadata of a tensor of these sizes; LayoutError where the shards leave some of it out or reach beyond."""
+        """Metadata of a tensor of these sizes; raises LayoutError where the shards do not cover it or reach beyond
+        it."""
         check_covers(self.shards, tensor_sizes)
         return ShardedTensorMetadata(
             [shard.copy() for shard in self.shards], torch.Size(tensor_sizes), tensor_properties

@@ -28,8 +28,8 @@ _FORMATS = (torch.preserve_format, torch.contiguous_format)
 class ShardedTensor(torch.Tensor):
     """A tensor in shards, of which every rank of a group holds those that `sharding_spec` places on it.
 
-    `ShardedTensor(spec, *size)` has shards of undefined values; `zeros`, `rand` and others of this package fill them,
-    `init_from_local_shards` takes shards that are there, and `spec.shard(tensor)` cuts a whole tensor. `process_group`
+    `ShardedTensor(spec, *size)` has uninitialized shards. `zeros`, `rand` and other functions of this package fill
+    them, `init_from_local_shards` takes existing shards, and `spec.shard(tensor)` cuts a whole tensor. `process_group`
     is a process group, a mesh, or None for the world. Nothing is sent. Raises LayoutError, on all ranks alike, where
     the spec does not fit the size or the group; NotImplementedError with `init_rrefs`.
 
@@ -146,7 +146,7 @@ class ShardedTensor(torch.Tensor):
         return self._metadata
 
     def sharding_spec(self) -> ShardingSpec:
-        """Spec that says how the tensor is cut."""
+        """Spec that cuts the tensor."""
         return self._sharding_spec
 
     def local_shards(self) -> list[Shard]:
@@ -163,7 +163,7 @@ class ShardedTensor(torch.Tensor):
         return self._local_shards[0].tensor
 
     def remote_shards(self) -> dict[int, list[Any]]:
-        """References to other ranks' shards by torch's RPC, which are not made here: a RuntimeError."""
+        """Raises RuntimeError: references to other ranks' shards need torch's RPC, which is not used here."""
         raise RuntimeError(
             "remote_shards() are references by torch.distributed.rpc, which tensors of tritondt.sharded do not have; "
             "gather or reshard instead"
@@ -180,24 +180,25 @@ class ShardedTensor(torch.Tensor):
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Writes the whole tensor to `out` on group rank `dst`; the other ranks give no `out`. A collective call.
+        """Writes the whole tensor to `out` on group rank `dst`; the other ranks pass no `out`. A collective call.
 
-        Values travel as `dtype` (default: the tensor's) and become that of `out`. `enforce_dtype` is deprecated.
-        Before any value is sent raises LayoutError for a `dst` outside the group; LocalTensorError on a rank whose
-        `out` is missing, of another size, or not wanted, and ShardingMismatchError on the others; the latter, too,
-        where `dst` or `dtype` differ.
+        Values travel as `dtype` (default: the tensor's) and are converted to that of `out`. `enforce_dtype` is
+        deprecated. Before any value is sent, raises LayoutError for a `dst` outside the group. A rank whose `out` is
+        missing, unexpected, or of another size raises LocalTensorError, and the others ShardingMismatchError, which all
+        raise where `dst` or `dtype` differ.
         """
         if enforce_dtype:
             warnings.warn("enforce_dtype is deprecated; give dtype instead", FutureWarning, stacklevel=3)
         gather_whole(self._held(), dst, out, dtype)
 
     def reshard(self, resharding_spec: ShardingSpec) -> "ShardedTensor":
-        """This tensor, whose shards become those of another spec, in place: a collective call, one exchange.
+        """Changes the shards to those of another spec, in place, and returns the tensor: a collective call, one
+        exchange.
 
-        Ranks receive what they lack, whatever the two specs; nothing moves where the shards stay. Differentiable: the
-        gradient moves back, for which every rank needs a shard, which may be empty, before and after. Raises, on all
-        ranks alike and before anything is sent, TypeError for what is no spec and LayoutError for one that does not
-        fit; MismatchError where ranks asked for different ones.
+        Ranks receive the elements they lack, for any two specs; unchanged shards do not move. It is differentiable: the
+        gradient moves back, so every rank needs a shard, perhaps an empty one, before and after. Raises, on all ranks
+        alike and before anything is sent, TypeError for anything but a spec and LayoutError for a spec that does not
+        fit; MismatchError where ranks pass different ones.
         """
         check_spec(resharding_spec)
         metadata = built_metadata(resharding_spec, self._metadata.size, self._metadata.tensor_properties)
@@ -220,10 +221,12 @@ class ShardedTensor(torch.Tensor):
         self._metadata = metadata
 
     def to(self, *args: Any, process_group: Group = None, copy: bool = False, **kwargs: Any) -> "ShardedTensor":
-        """The tensor with shards of another dtype or device type, or this one where nothing changes; not collective.
+        """Returns the tensor with shards of another dtype or device type, or this one where nothing changes; not
+        collective.
 
-        Arguments are those of torch.Tensor.to. Shards go to the current device of each rank; `process_group` replaces
-        the group, of the same ranks, where the other device type needs one. Raises LayoutError for a memory format.
+        Arguments are those of torch.Tensor.to. Shards go to the current device of each rank. `process_group` replaces
+        the group by one of the same ranks, where the other device type needs it. Raises LayoutError for a memory
+        format.
         """
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         if memory_format is not None and memory_format not in _FORMATS:
@@ -323,11 +326,11 @@ class ShardedTensor(torch.Tensor):
     def to_dtensor(
         self, device_mesh: "DeviceMesh | Mesh | None" = None, placements: Sequence[Placement] | None = None
     ) -> DTensor:
-        """The distributed tensor of these values, through which gradients pass.
+        """Returns a distributed tensor with these values; gradients pass through.
 
-        Without arguments it shares the shards' memory, on a mesh of the ranks that hold a shard, in their order along
-        the dim that is cut: nothing is sent. Raises LayoutError unless every rank holds one shard at most, cut along
-        one dim. With `device_mesh` and `placements` it is laid out so, on a mesh within the group, by one exchange.
+        Without arguments it shares the shards' memory, on a mesh of the ranks with a shard, ordered along the cut dim,
+        and sends nothing. Raises LayoutError unless every rank holds one shard at most, cut along one dim. With
+        `device_mesh` and `placements` one exchange moves it to that layout, on a mesh within the group.
         """
         if device_mesh is None and placements is None:
             return shared_dtensor(self._held())
@@ -337,7 +340,7 @@ class ShardedTensor(torch.Tensor):
 
     @classmethod
     def from_dtensor(cls, tensor: DTensor, process_group: Group = None) -> "ShardedTensor":
-        """The sharded tensor of a distributed one, through which gradients pass; nothing is sent.
+        """Makes a sharded tensor from a distributed one; gradients pass through, and nothing is sent.
 
         Its group is that of the tensor's mesh unless `process_group`, which contains the mesh, is given. A shard shares
         the local tensor's memory where that is contiguous and in one piece. Raises LayoutError where elements are on

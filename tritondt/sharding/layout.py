@@ -32,13 +32,13 @@ os.register_at_fork(before=_interning.acquire, after_in_parent=_interning.releas
 class Layout:
     """Division of a tensor among the coordinates of a mesh, without ranks or processes; equal layouts are one object.
 
-    `mesh_shape` has the size of each axis, `placements` one placement per axis, `shape` the tensor's global lengths in
-    elements; of length 0 is allowed. `order` lists the axes in the order in which they cut (default: left to right); it
+    `mesh_shape` has the size of each axis, `placements` one placement per axis, and `shape` the tensor's global lengths
+    in elements, which may be 0. `order` lists the axes in the order in which they cut (default: left to right); it
     matters only where several axes shard one dim, and is kept per dim, so layouts of equal boxes from equal placements
     are one object. Needs no process and no collective call.
 
-    Raises LayoutError for what cannot be laid out: a wrong number of placements, a dim that is not there, units that do
-    not divide, sizes that do not sum, reductions by different ops.
+    Raises LayoutError for impossible layouts: a wrong number of placements, a dim that does not exist, units that do
+    not divide, sizes with a wrong sum, reductions by different ops.
 
     >>> layout = Layout((2, 4), (Shard(0), Replicate()), (5, 3))
     >>> layout.local_shape((1, 2)), layout.boxes((1, 2))
@@ -208,7 +208,7 @@ class Layout:
     def holders(self, wanted: Region, pinned: Mapping[int, int]) -> Iterator[tuple[Coordinate, Region]]:
         """Coordinates that hold any of `wanted`, ascending per dim, each with the region held of `wanted`.
 
-        An axis in `pinned` is searched at that index only. The work grows with what is found, not with the
+        An axis in `pinned` is searched at that index only. The cost grows with the number of holders, not with the
         mesh.
         """
         per_dim = [list(self.dim_holders(dim, wanted[dim], pinned)) for dim in range(len(self.shape))]

@@ -162,7 +162,7 @@ def mesh_or_current(mesh: "DeviceMesh | Mesh | None") -> "DeviceMesh | Mesh":
 def init_device_mesh(
     device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None, **options: Any
 ) -> DeviceMesh:
-    """DeviceMesh of `mesh_shape` over ranks 0, 1, ... of the world, by torch's function of this name.
+    """Makes a DeviceMesh of `mesh_shape` over ranks 0, 1, ... of the world, with torch's function of this name.
 
     `device_type` is "cpu" or "cuda", `mesh_shape` the size of each axis, `mesh_dim_names` one name per axis; further
     options are torch's. A collective call of all ranks, since torch makes process groups. Raises MeshError, before any

@@ -88,12 +88,12 @@ class Shard(Placement):
 
     `dim` is a tensor dim, counted from the end where negative. `unit` is a number of indices that stay together: pieces
     are whole multiples of it (heads, quantisation blocks). `sizes` are the lengths of the pieces in indices, one per
-    coordinate; they sum to the length, and are for the first cut of a dim only. With `repeats` the dim is so many equal
-    blocks, each cut alike (merged q, k and v). With `block`, alone, blocks of so many indices are dealt to the
-    coordinates in turns, the last one short: ScaLAPACK's block-cyclic distribution, in which each coordinate keeps its
-    share of every part of the dim. Pieces may be uneven and empty; nothing is padded.
+    coordinate. They sum to the dim's length, and only the first cut of a dim may have them. With `repeats` the dim is
+    that many equal blocks, each cut in the same way (merged q, k and v). With `block`, alone, blocks of that many
+    indices are dealt to the coordinates in turn: ScaLAPACK's block-cyclic distribution, in which each coordinate keeps
+    its share of every part of the dim. The last block may be short. Pieces may be uneven and empty; nothing is padded.
 
-    Raises LayoutError for values that no tensor could have; `Layout` refuses those that one tensor has not.
+    Raises LayoutError for values that no tensor can have; `Layout` refuses those that its tensor cannot have.
 
     >>> Shard(0), Shard(1, unit=128), Shard(0, sizes=(5, 0, 3)), Shard(0, repeats=3), Shard(0, block=64)
     (S0, S1(unit=128), S0(sizes=5/0/3), S0(repeats=3), S0(block=64))
@@ -158,7 +158,7 @@ class Shard(Placement):
         return ChunkCut(parts, length, self.unit, self.sizes, self.repeats)
 
     def misfit(self, parts: int, length: int) -> str | None:
-        """Clause that says why `length` indices cannot be cut so among `parts` coordinates; None where they can."""
+        """Reason why `length` indices cannot be cut this way among `parts` coordinates; None where they can."""
         block = length // self.repeats
         if length % self.repeats:
             return "repeats must divide the length"
@@ -182,7 +182,8 @@ class Shard(Placement):
 
     @property
     def grain(self) -> int:
-        """Number of indices of which every piece has whole multiples, where the length has: later units divide it.
+        """Number of indices of which every piece has whole multiples, if the length has; units of later cuts must
+        divide it.
 
         >>> Shard(0, unit=4).grain, Shard(0, block=6).grain
         (4, 6)
@@ -191,7 +192,7 @@ class Shard(Placement):
 
     @property
     def grain_name(self) -> str:
-        """Name of the field that says the grain."""
+        """Name of the field that defines the grain."""
         return "unit" if self.block is None else "block"
 
     def cut_of_block(self, parts: int, length: int) -> ChunkCut | None:
@@ -207,7 +208,8 @@ class Shard(Placement):
         return Shard(dim, self.unit, self.sizes, self.repeats, self.block)
 
     def whole_length(self, held: int, parts: int, index: int) -> int:
-        """Length of a dim of which coordinate `index` holds `held`; without sizes, as if all held as much."""
+        """Length of a dim of which coordinate `index` holds `held`; without sizes, the length if all coordinates held
+        as much."""
         if self.sizes is None:
             return held * parts
         own = self.sizes[index]
@@ -246,9 +248,9 @@ class Shard(Placement):
         return Shard(self.dim, lcm(self.unit, inner) // inner, sizes, self.repeats)
 
     def of_whole_blocks(self, parts: int, length: int, start: int, stop: int, *, is_lone: bool) -> "Shard | None":
-        """The cut of indices [start, stop) by which coordinates keep their own, whole blocks; None where there is none.
+        """Cut of the indices [start, stop) that lets coordinates keep their own whole blocks; None where none exists.
 
-        `is_lone` says whether no other axis cuts the dim.
+        `is_lone` is True if no other axis cuts the dim.
 
         >>> Shard(0, repeats=3).of_whole_blocks(2, 12, 4, 12, is_lone=True)
         S0(repeats=2)
@@ -266,7 +268,7 @@ class Shard(Placement):
 def joined(shards: Sequence[Shard], lengths: Sequence[int], parts: int, *, is_lone: bool) -> Shard | None:
     """The cut of tensors joined along the dim that `shards` cut, if each coordinate's parts are its part of the whole.
 
-    `is_lone` says whether no other axis cuts the dim.
+    `is_lone` is True if no other axis cuts the dim.
 
     >>> joined([Shard(0), Shard(0, repeats=2)], [4, 8], 2, is_lone=True)
     S0(repeats=3)
@@ -298,7 +300,7 @@ class Replicate(Placement):
 @checked_class
 @dataclass(frozen=True, slots=True)
 class Partial(Placement):
-    """Placement that gives each coordinate of the axis one term of the tensor, which is their reduction by `reduce_op`.
+    """Placement that gives each coordinate of the axis one term; `reduce_op` over the terms gives the tensor.
 
     `reduce_op` is sum, avg, max, min or product, by name or as torch.distributed's ReduceOp (kept by name); every term
     has the tensor's shape along this axis. avg is a sum divided once by the number of coordinates. A redistribution to

@@ -56,7 +56,7 @@ class TensorMeta(NamedTuple):
 
     @property
     def shares_elements(self) -> bool:
-        """Whether elements share memory, as those of expand do.
+        """Whether elements share memory, like those of expand.
 
         >>> TensorMeta((2, 3), (0, 1), torch.float32).shares_elements
         True
@@ -69,14 +69,14 @@ class DTensorSpec(DimMaps):
 
     `mesh` is a DeviceMesh or a `Mesh`; `placements` has one placement per axis; `tensor_meta` is the global shape,
     stride and dtype; `order` lists the axes, by name or number, in the order in which they cut (default: left to
-    right). Equal specs of one rank are one object, so specs can be compared by identity. Making one is no collective
-    call.
+    right). Equal specs of one rank are one object, so specs can be compared by identity. Construction is not
+    collective.
 
     `local_shape` is the shape of this rank's tensor, `coordinate` its index on every axis, `layout` the pure layout. On
     a rank outside the mesh `coordinate` is None and the local tensor empty, of shape (0,). Sizes may be SymInts of a
-    graph; those of which nothing is known, as of results whose shape depends on data, have no layout. A spec without
-    `tensor_meta`, as strategies of operators give them, has placements on a mesh and nothing else until
-    `shallow_copy_with_tensor_meta` says of which tensor.
+    graph. Unknown sizes, as of results whose shape depends on data, have no layout. A spec without `tensor_meta`, as
+    operator strategies make them, has only placements on a mesh until `shallow_copy_with_tensor_meta` adds a tensor's
+    properties.
 
     Raises LayoutError for placements that do not fit the shape or the mesh, MeshError for a mesh of another world, and
     ReductionError for a Partial whose op the dtype does not have. LocalTensorError for a quantised dtype.
@@ -192,7 +192,7 @@ class DTensorSpec(DimMaps):
 
     @property
     def is_known_now(self) -> bool:
-        """Whether a guard has since told a length, or a stride, that a graph had left open."""
+        """Whether a guard has since fixed a length, or a stride, that a graph had left open."""
         if not self.is_open:
             return False
         left_open = [length for length in (*self.shape, *self.tensor_meta.stride) if not isinstance(length, int)]
@@ -222,9 +222,9 @@ class DTensorSpec(DimMaps):
     def from_dim_map(
         cls, mesh: "Mesh | DeviceMesh", dim_map: Sequence[int], sums: Sequence[int], tensor_meta: TensorMeta
     ) -> "DTensorSpec":
-        """Spec whose dim i is cut by axis dim_map[i], -1 for none, and which holds terms of sums on the axes `sums`.
+        """Spec in which axis dim_map[i] cuts dim i (-1: none), and which holds terms of sums on the axes `sums`.
 
-        Raises LayoutError for an axis that the mesh has not or that is named twice, and as DTensorSpec does.
+        Raises LayoutError for an axis that the mesh lacks or that is named twice, and the errors of DTensorSpec.
         """
         return cls(mesh, placements_of_map(mesh, dim_map, sums), tensor_meta)
 
@@ -451,13 +451,14 @@ def compute_local_shape_and_global_offset(
     placements: Sequence[Placement],
     order: Sequence[int | str] | None = None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Local shape of this rank, in elements, and the index in the whole tensor at which its one box starts.
+    """Returns the shape of this rank's local tensor, in elements, and the index of the whole tensor at which its one
+    box starts.
 
     `global_shape` has the tensor's lengths in elements, `placements` one placement per axis of `mesh`, `order` the cut
     order. An empty piece starts at the end of its dim. A rank outside the mesh gets ((0,), ()). Not a collective call.
 
     Raises LayoutError where `repeats` or `block` gives the rank several boxes, which the spec's
-    `layout.boxes(coordinate)` lists, and as DTensorSpec does. Source:
+    `layout.boxes(coordinate)` lists, and the errors of DTensorSpec. Source:
     torch.distributed.tensor._utils.compute_local_shape_and_global_offset.
 
     >>> from tritondt.comm.transports.threads import run_ranks

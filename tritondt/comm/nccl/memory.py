@@ -22,8 +22,8 @@ _pools: dict[str, tuple[Any, Any]] = {}
 def memory_pool(library: NcclLibrary | None = None) -> Any:
     """A torch.cuda.MemPool whose memory NCCL has allocated (ncclMemAlloc), fit for buffers and windows; NCCL 2.19.
 
-    Not collective. `library` is that of the process by default; the first that serves a pool serves all of this
-    process, and NcclError tells another one so. Source: NCCL's documentation of ncclMemAlloc, torch's of MemPool.
+    Not collective. `library` is that of the process by default. The first library that serves a pool serves all pools
+    of this process; another one raises NcclError. Source: NCCL's documentation of ncclMemAlloc, torch's of MemPool.
 
     An example that needs a GPU:
 
@@ -43,10 +43,10 @@ def memory_pool(library: NcclLibrary | None = None) -> Any:
 def empty(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, library: NcclLibrary | None = None
 ) -> torch.Tensor:
-    """A tensor, not initialised, in memory that NCCL has allocated (ncclMemAlloc), fit for buffers and windows; 2.19.
+    """Makes an uninitialized tensor in memory that NCCL allocated (ncclMemAlloc), for buffers and windows; NCCL 2.19.
 
-    Not collective. On a GPU the memory is of `memory_pool`; on the CPU, which only a double of NCCL serves, of the
-    library's own allocation, freed with the tensor. Raises NcclUnsupportedError where NCCL is older.
+    Not collective. On a GPU the memory comes from `memory_pool`. On the CPU, which only a double of NCCL supports, the
+    library allocates it, and it is freed with the tensor. Raises NcclUnsupportedError where NCCL is older.
 
     An example that needs a GPU:
 

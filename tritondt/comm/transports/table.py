@@ -37,15 +37,15 @@ def _nothing() -> None:
 @checked_class
 @dataclass(frozen=True)
 class Transport:
-    """A way for processes to exchange messages, and all that the rest of the package asks about it.
+    """A way for processes to exchange messages, and everything that the rest of the package needs to know about it.
 
-    `name` is a word for TRITONDT_TRANSPORT. Tensors on `device_types` are carried by a `communicator`, a class that is
-    given a ProcessContext; `connect` is called in its place where it is given, by all ranks of the communicator that is
-    made. Either may be named as MODULE:ATTRIBUTE, which is imported when ranks first connect. `price` gives the cost
-    table from the built-in one of a type of device. `check` raises WorldError, before any other rank is met, for
-    settings that the transport cannot work with. Ranks whose transports have one `wire`, which is `name` by default,
-    understand each other. Ranks of several hosts have no use for one that does not cross them, and groups of the
-    backend move tensors on the CPU through shared memory where `groups_share_memory`.
+    `name` is a word for TRITONDT_TRANSPORT. A `communicator`, a class that is called with a ProcessContext, carries
+    tensors on `device_types`. If `connect` is given, all ranks of a new communicator call it instead. Either may be
+    named as MODULE:ATTRIBUTE, which is imported when ranks first connect. `price` turns the built-in cost table of a
+    device type into the transport's own. `check` raises WorldError for settings that the transport cannot work with,
+    before any other rank is met. Ranks whose transports have the same `wire` (by default `name`) understand each other.
+    A transport that does not cross hosts is skipped where ranks are on several. With `groups_share_memory`, groups of
+    the backend move CPU tensors through shared memory.
 
     >>> from tritondt.comm.transports.sockets import SocketCommunicator
     >>> Transport("my-sockets", ("cpu",), SocketCommunicator).wire
@@ -98,7 +98,7 @@ makers = ByDeviceType[Connect]()
 
 @checked
 def register_transport(transport: Transport) -> None:
-    """Makes a transport known by its name, which TRITONDT_TRANSPORT may then be; before a world is made, on all ranks.
+    """Registers a transport by name, as a value for TRITONDT_TRANSPORT, on all ranks, before a world exists.
 
     Not a collective call. WorldError where another transport has the name.
 

@@ -316,7 +316,7 @@ _active: list[Recording] = []
 
 
 def mark_step() -> None:
-    """Marks the end of a training step for `python -m tritondt trace`; does nothing where no trace is on.
+    """Marks the end of a training step for `python -m tritondt trace`; does nothing without a trace.
 
     Not a collective call, but all ranks should call it. Without it, every call of an optimizer's `step` ends a step of
     the summary.

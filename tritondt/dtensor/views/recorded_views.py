@@ -64,7 +64,8 @@ def _checked(schema: OpSchema, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
-    """`torch.Tensor.requires_grad_`; PropagationError where views would take gradients of dims that are no more."""
+    """`torch.Tensor.requires_grad_`; PropagationError where views would take gradients with dims that no longer
+    exist."""
     changed_by = tensor.__dict__.get(CHANGED)
     if requires_grad and changed_by is not None:
         raise PropagationError(

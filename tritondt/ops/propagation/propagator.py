@@ -55,7 +55,7 @@ class ShardingPropagator:
         self._replaced: dict[OpOverload, tuple[Any, ...]] = {}
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Calls back when decisions may change, as at every registration, so that kept decisions are dropped."""
+        """Registers a callback for changes of decisions, such as registrations, so that callers drop cached ones."""
         self._on_change.append(callback)
 
     def register_sharding_prop_rule(
@@ -64,7 +64,8 @@ class ShardingPropagator:
         """Registers a rule that decides about all axes of a call at once, in place of what tritondt knows of `op`.
 
         `rule` takes an OpSchema and gives an OutputSharding; see RuntimeSchemaInfo for `schema_info`. Not collective,
-        but all ranks must register alike. PropagationError where users have registered something for `op` already.
+        but all ranks must register alike. Raises PropagationError where a user has already registered a function for
+        `op`.
 
         >>> import torch
         >>> import tritondt as T
@@ -96,7 +97,7 @@ class ShardingPropagator:
         `strategy` takes an OpSchema with an OpStrategy in `args_schema` for each tensor and a TupleStrategy for each
         list of them, as torch's do; `args_spec` has their specs. `localize` gives the function of local tensors where
         that is not `op` itself; see RuntimeSchemaInfo for `schema_info`. Not collective, but all ranks must register
-        alike. PropagationError where users have registered something for `op` already.
+        alike. Raises PropagationError where a user has already registered a function for `op`.
 
         >>> import torch, tritondt as T
         >>> from tritondt.ops import AxisStrategy, propagator, register_op_strategy
@@ -108,7 +109,7 @@ class ShardingPropagator:
         self.set_strategy(op, strategy, schema_info, localize)
 
     def forget(self, op: OpOverload) -> None:
-        """Removes what users registered for `op`: what tritondt knows of the operator holds again."""
+        """Removes a user's registration for `op`, and restores tritondt's own."""
         before = self._replaced.pop(op, None)
         if before is not None:
             self._set(op, *before)

@@ -45,12 +45,12 @@ Sharding = tuple[Sequence[Placement | None], Sequence[Any]]
 def register_sharding(
     op: OpOverload | list[OpOverload],
 ) -> Callable[[Callable[..., Sequence[Sharding]]], Callable[..., Sequence[Sharding]]]:
-    """Decorates a function that gives the ways to shard `op` over one axis of a mesh, whatever the mesh.
+    """Decorates a function that lists the ways to shard `op` over one axis of any mesh.
 
-    The function is called as the operator is, with a DTensorSpec for every tensor, and gives pairs: the placements of
-    the results, and those of the arguments, in lists where those are lists, None for what is no tensor. Keyword
-    arguments that are tensors come last, in the order that the operator declares. Not collective, but all ranks must
-    register alike. PropagationError where users have registered something for `op` already.
+    The function is called with the operator's arguments, with a DTensorSpec for every tensor. It returns pairs: the
+    placements of the results and of the arguments, in lists where those are lists, None for arguments that are not
+    tensors. Keyword arguments that are tensors come last, in the order that the operator declares. Not collective, but
+    all ranks must register alike. Raises PropagationError where a user has already registered a function for `op`.
 
     >>> import torch, tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

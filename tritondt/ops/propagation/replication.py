@@ -37,11 +37,12 @@ _allowed: ContextVar[bool] = ContextVar("plain tensors are replicated", default=
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Counts plain tensors beside distributed ones, within, as replicated: every rank must hold the same values.
+    """Context manager in which plain tensors beside distributed ones count as replicated: every rank must hold the same
+    values.
 
-    Nothing is checked, and nothing is sent. Elsewhere only plain tensors without dims count so, others raise
-    MixedTensorsError. Holds for the calling thread, and for the graphs that torch.compile traces within; entered in a
-    function that is compiled it ends the graph, and raises Unsupported with fullgraph=True.
+    Nothing is checked, and nothing is sent. Elsewhere only plain tensors without dims count as replicated; others raise
+    MixedTensorsError. It applies to the calling thread, and to graphs that torch.compile traces within. Entered in a
+    compiled function it ends the graph, and raises Unsupported with fullgraph=True.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

@@ -236,8 +236,8 @@ def _empty_tensors(argument: Any) -> Iterator[torch.Tensor]:
 class AxisStrategy(NamedTuple):
     """One way to shard an operator over one mesh axis: a placement per tensor argument and per output.
 
-    A Shard of nothing but a dim stands for any cut of that dim: the cut that an argument has already is used for all of
-    them, so they must be cuts of one index. With `exact` it means what it says.
+    A Shard with only a dim stands for any cut of that dim. All such arguments take the cut that one of them has
+    already, so the dims must be cuts of one index. With `exact` it stands for itself.
     """
 
     inputs: tuple[Placement, ...]

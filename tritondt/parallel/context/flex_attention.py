@@ -36,8 +36,8 @@ def context_parallel_block_mask(
 
     None on a rank without queries.
 
-    `mask_mod`, `B`, `H` and `BLOCK_SIZE` are those of torch.nn.attention.flex_attention.create_block_mask: the function
-    gets positions in the whole sequence of `length` queries and `key_length` keys (default: as many). The sequence is
+    `mask_mod`, `B`, `H` and `BLOCK_SIZE` are those of torch.nn.attention.flex_attention.create_block_mask. `mask_mod`
+    gets positions in the whole sequence of `length` queries and `key_length` keys (default: `length`). The sequence is
     cut as `context_parallel_shard` cuts it. Raises MeshError for a mesh of several axes or a rank outside of it.
 
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -81,10 +81,10 @@ def context_parallel_flex_attention(
 
     Shapes are those of `ring_attention`, and so are `length`, `key_length` and `balanced`. `score_mod` gets positions
     in the whole sequence; `block_mask` comes from `context_parallel_block_mask`, for the same lengths. `options` are
-    torch's: scale, enable_gqa, kernel_options. Keys and values are gathered in one exchange, and their gradients summed
-    and cut in one, so that every rank holds all keys meanwhile. A collective call of all ranks of the mesh of one axis,
-    forward and backward. Raises LocalTensorError for parts of other shapes, and MeshError. Source: Dong et al., Flex
-    Attention (2024), https://arxiv.org/abs/2412.05496.
+    torch's: scale, enable_gqa, kernel_options. One exchange gathers keys and values, and one sums and cuts their
+    gradients; every rank holds all keys meanwhile. A collective call of all ranks of the mesh of one axis, forward and
+    backward. Raises LocalTensorError for parts of other shapes, and MeshError. Source: Dong et al., Flex Attention
+    (2024), https://arxiv.org/abs/2412.05496.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.parallel.context.sequence_cut import context_parallel_shard

@@ -38,13 +38,13 @@ def ring_attention(
 ) -> torch.Tensor:
     """Scaled dot product attention of this rank's queries over all keys, which stay cut.
 
-    `query` is (batch, heads, positions, width), `key` and `value` (batch, key heads, positions, width), this rank's
-    part of `length` positions, cut into runs of torch.chunk or `balanced`, as `context_parallel_shard` does, by which
-    ranks have equally much to do under a causal mask; parts may be uneven and empty. In cross attention the keys are
-    this rank's part of `key_length` positions instead; a causal mask then hides key j from query i where i < j, as in
-    torch.nn.functional.scaled_dot_product_attention. Key heads divide the heads (grouped queries). The result is as
-    `query`. Sums are in float32, or float64 of float64. A collective call of all ranks of the mesh of one axis, forward
-    and backward. Raises LocalTensorError for parts of other shapes, and MeshError.
+    `query` is (batch, heads, positions, width); `key` and `value` are (batch, key heads, positions, width). They are
+    this rank's part of `length` positions, cut as by `context_parallel_shard`: into runs of torch.chunk, or `balanced`,
+    which gives ranks equal work under a causal mask. Parts may be uneven and empty. In cross attention the keys are
+    this rank's part of `key_length` positions. A causal mask then hides key j from query i where i < j, as in
+    torch.nn.functional.scaled_dot_product_attention. The number of heads must be a multiple of the key heads (grouped
+    queries). The result is as `query`. Sums are in float32, or float64 of float64. A collective call of all ranks of
+    the mesh of one axis, forward and backward. Raises LocalTensorError for parts of other shapes, and MeshError.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.parallel.context.sequence_cut import context_parallel_shard

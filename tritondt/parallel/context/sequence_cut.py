@@ -89,7 +89,7 @@ def context_parallel_shard(
 def context_parallel_unshard(
     local: torch.Tensor, device_mesh: "DeviceMesh | Mesh", dim: int, *, length: int, balanced: bool = False
 ) -> torch.Tensor:
-    """The whole tensor on every rank of which `local` is this rank's part, `length` positions along `dim`.
+    """Returns the whole tensor on every rank; `local` is this rank's part of `length` positions along `dim`.
 
     A collective call of the mesh, and differentiable: the gradient of a result that is alike on all ranks comes back as
     this rank's part. Raises LocalTensorError where the part has another number of positions.

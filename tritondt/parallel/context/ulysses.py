@@ -30,11 +30,11 @@ def ulysses_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Scaled dot product attention of this rank's queries over all keys; every rank computes some heads of all of them.
+    """Scaled dot product attention of this rank's queries over all keys; every rank computes some of the heads.
 
-    Shapes are those of `ring_attention`, parts are runs of torch.chunk; `key_length` is the keys' own in cross
+    Shapes are those of `ring_attention`, and parts are runs of torch.chunk; `key_length` is the number of keys in cross
     attention. Heads and key heads are cut evenly, whole groups of queries together: 6 heads over 4 ranks are 2, 2, 1
-    and 1. With fewer key heads than ranks some ranks wait, which `ring_attention` has not. A collective call of all
+    and 1. With fewer key heads than ranks some ranks idle; in `ring_attention` none does. A collective call of all
     ranks of the mesh of one axis, forward and backward: one exchange before and one after. Raises LocalTensorError for
     parts of other lengths, and MeshError.
 

@@ -18,15 +18,16 @@ from tritondt.sharding.spec import DTensorSpec
 
 @checked
 def load_balancing_loss(logits: torch.Tensor, indices: torch.Tensor, device_mesh: "DeviceMesh | Mesh") -> torch.Tensor:
-    """Loss that is least where the tokens of all ranks go to all experts alike: experts * sum(share * probability).
+    """Loss that is minimal where the tokens of all ranks are spread evenly over the experts: experts * sum(share *
+    probability).
 
-    `logits` (tokens, experts) are this rank's, `indices` (tokens, choices) the experts that its tokens go to; ranks may
-    have any number of tokens. The share of an expert is that of the choices of all ranks, its probability the mean over
-    their tokens, as in the Switch Transformer for one choice; transformers' Mixtral has it times the choices. Every
-    rank gets the loss of all tokens; gradients are those of this rank's logits, so that gradients of a router summed
-    over the ranks (`ReplicateParallel(input_layouts=Shard(0))`) are those of one process. Where they are means, as
-    under `fully_shard`, multiply it by the number of ranks. A collective call of the mesh, one redistribution. Raises
-    LocalTensorError for tensors that are no such lists.
+    `logits` (tokens, experts) are those of this rank, and `indices` (tokens, choices) the experts of its tokens; ranks
+    may have any number of tokens. The share of an expert is its share of the choices of all ranks, and its probability
+    the mean over their tokens. For one choice this is the Switch Transformer's loss; transformers' Mixtral multiplies
+    it by the number of choices. Every rank gets the loss of all tokens, and the gradient of its own logits. Gradients
+    of a router that are summed over the ranks (`ReplicateParallel(input_layouts=Shard(0))`) therefore equal those of
+    one process. Where they are averaged, as under `fully_shard`, multiply the loss by the number of ranks. A collective
+    call of the mesh, one redistribution. Raises LocalTensorError for tensors of other shapes.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> def loss_on(rank):
@@ -71,9 +72,9 @@ def _load_terms(logits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 @checked
 def router_z_loss(logits: torch.Tensor, device_mesh: "DeviceMesh | Mesh") -> torch.Tensor:
-    """Mean over the tokens of all ranks of the square of the logits' logsumexp, which keeps a router's scores small.
+    """Mean, over the tokens of all ranks, of the squared logsumexp of the logits, which keeps a router's scores small.
 
-    `logits` (tokens, experts) are this rank's, any number of tokens. Values and gradients are those that
+    `logits` (tokens, experts) are those of this rank, with any number of tokens. Values and gradients are those that
     `load_balancing_loss` describes. A collective call of the mesh, one redistribution. Raises LocalTensorError for
     tensors of other dims.
 

@@ -67,14 +67,14 @@ class Beside:
 
 
 class SharedExpertOverlap(ParallelStyle):
-    """Style of a mixture of experts whose shared expert computes while tokens are under way.
+    """Style of a mixture of experts whose shared expert computes while tokens travel.
 
     `experts` and `shared` are the names of the two in the mixture; the former has the style ExpertParallel. The shared
     expert takes the mixture's first argument, or a view of all of it, after the experts have run, and works token by
-    token: one half is computed while tokens go to their experts, the other while results come back, and gradients
-    travel beside the backward of the same halves. Parameters stay as other styles lay them out. A shared expert that
-    runs first, and a graph of torch.compile, compute as without. Raises ParallelizeError for names that are no modules,
-    for experts without ExpertParallel, and where the shared expert gets another tensor.
+    token. One half is computed while tokens travel to their experts, the other while results return; gradients travel
+    beside the backward of the same halves. Other styles lay out the parameters. A shared expert that runs first, and a
+    torch.compile graph, compute without overlap. Raises ParallelizeError for names without a module, for experts
+    without ExpertParallel, and where the shared expert gets another tensor.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.parallel.experts.expert_parallel import ExpertParallel

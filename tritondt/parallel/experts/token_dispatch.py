@@ -39,8 +39,8 @@ class DispatchedTokens:
 class TokensUnderWay(Generic[_Found]):
     """Tokens that travel while the caller computes; made with `async_op=True`. `wait` gives what was asked for.
 
-    Any number of them may be under way, and are waited for in any order. Computation between the call and `wait` hides
-    gradients in backward, too, which travel while autograd runs the backward of that computation.
+    Any number of them may be in flight, and waits may come in any order. Computation between the call and `wait` also
+    hides gradients in backward: they travel while autograd runs the backward of that computation.
     """
 
     def __init__(self, rows: RowsUnderWay, finish: Callable[[torch.Tensor], _Found]) -> None:
@@ -48,7 +48,7 @@ class TokensUnderWay(Generic[_Found]):
         self._found: _Found | None = None
 
     def wait(self) -> _Found:
-        """Returns when the tokens have come; PeerError where they did not."""
+        """Returns the tokens once they have arrived; raises PeerError where they did not."""
         if self._found is None:
             self._found = self._finish(self._rows.wait())
         return self._found
@@ -81,15 +81,15 @@ def token_dispatch(
     sizes: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> DispatchedTokens | TokensUnderWay[DispatchedTokens]:
-    """Tokens of this rank's experts, of plain `tokens` that every rank has sorted by expert.
+    """Sends each rank the tokens of its experts, from plain `tokens` that every rank has sorted by expert.
 
-    `tokens` is (tokens, ...), `num_tokens_per_expert` (experts,) of integers, for all experts of the mesh of one axis.
-    Experts are on ranks in runs, evenly, the first ranks one more where they do not divide, or as many as `sizes` has
-    for each rank. Ranks may have any number of tokens, and none. A collective call of all ranks of the mesh: an
-    exchange of counts, and one of the tokens in one message for each pair of ranks; where gradients are wanted all
-    ranks run backward, which is one exchange. With `async_op` the tokens travel while the caller goes on, and `wait`
-    of what is returned gives them. Raises LocalTensorError on all ranks alike for counts that are not those of the
-    tokens, and MeshError.
+    `tokens` is (tokens, ...). `num_tokens_per_expert` is (experts,), integers, for all experts of the mesh of one axis.
+    Each rank has a run of experts: as many as `sizes` lists, or an even share, where the first ranks have one more if
+    the experts do not divide. Ranks may have any number of tokens, and none. A collective call of all ranks of the
+    mesh: one exchange of counts, and one of the tokens, with one message per pair of ranks. If a gradient is needed,
+    all ranks must run backward, which is one exchange. With `async_op` the tokens travel while the caller continues,
+    and `wait` of the result returns them. Raises LocalTensorError on all ranks alike for counts that are not those of
+    the tokens, and MeshError.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> def tokens_on(rank):
@@ -138,11 +138,11 @@ def token_combine(
 def token_combine(
     tokens: torch.Tensor, dispatched: DispatchedTokens, *, async_op: bool = False
 ) -> torch.Tensor | TokensUnderWay[torch.Tensor]:
-    """Rows for the tokens that this rank gave to `token_dispatch`, in the order in which it gave them.
+    """Returns one row for each token that this rank passed to `token_dispatch`, in the same order.
 
-    `tokens` has a row for each of `dispatched.tokens`. A collective call of all ranks of the mesh, one exchange, and
-    one where gradients are wanted, for which all ranks run backward. With `async_op` the rows travel while the caller
-    goes on, and `wait` of what is returned gives them. Raises LocalTensorError for another number of rows.
+    `tokens` has a row for each of `dispatched.tokens`. A collective call of all ranks of the mesh, with one exchange.
+    If a gradient is needed, all ranks must run backward, which is another one. With `async_op` the rows travel while
+    the caller continues, and `wait` of the result returns them. Raises LocalTensorError for another number of rows.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> def body(rank):
