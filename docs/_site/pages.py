@@ -19,7 +19,7 @@ GUIDE = "guide.md"
 # Files beside README.md that are pages.
 BESIDE = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 # Public packages, as the Makefile's PUBLIC names them.
-PACKAGES = ("", "debug", "experimental", "fsdp", "nccl", "ops", "parallel", "random", "sharded")
+PACKAGES = ("", "debug", "experimental", "found_plan", "fsdp", "nccl", "ops", "parallel", "random", "sharded")
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _HEADING = re.compile(r"^(#{1,6}) +(.+?) *$")
 

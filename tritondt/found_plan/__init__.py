@@ -1,0 +1,6 @@
+"""Plans that are found: how a model is laid over a mesh, explained and priced before anything runs."""
+
+from tritondt.found_plan.find import find_plan
+from tritondt.found_plan.found_plan import FoundPlan
+
+__all__ = ["FoundPlan", "find_plan"]
