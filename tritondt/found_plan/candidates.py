@@ -63,7 +63,9 @@ def region_candidate(model: nn.Module, form: RegionForm, num_ranks: int, *, as_d
     label = f"cut {most} heads" if max(it.unit for it in units) > 1 else f"cut {most} features"
     if fewest != most:
         label += f" of {fewest} key heads"
-    return Candidate(label, tuple(styles.items()), _head_cuts(model, form, heads), as_distributed)
+    # Distributed tensors tell the code of a module the shapes of all heads.
+    known = () if as_distributed else _head_cuts(model, form, heads)
+    return Candidate(label, tuple(styles.items()), known, as_distributed)
 
 
 def _inside_style(form: RegionForm, *, as_distributed: bool) -> StyleChoice:

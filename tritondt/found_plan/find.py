@@ -30,7 +30,7 @@ from tritondt.sharding.mesh import Mesh, canonical_mesh
 
 Objective = Literal["step time", "bytes", "memory"]
 # Tensors as large as a parameter that optimizers hold for each.
-_OPTIMIZER_TENSORS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd with momentum": 1}
+OPTIMIZER_TENSORS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd with momentum": 1}
 
 
 class Wanted(NamedTuple):
@@ -82,7 +82,7 @@ def find_plan(
     }
     parallelize_module(model, mesh["tp"], plan)
     """
-    wanted = Wanted(objective, memory_bytes, train, _optimizer_tensors(optimizer, objective))
+    wanted = Wanted(objective, memory_bytes, train, _checked(optimizer, objective))
     found = mesh_axes(mesh, axes)
     if isinstance(mesh, Mapping):
         prices, rank = built_in_prices(device_type, found.num_ranks, ranks_per_host, costs), 0
@@ -90,18 +90,19 @@ def find_plan(
         known = canonical_mesh(mesh)
         prices = prices_of_world(known) if costs is None else prices_of_world(known)._replace(costs=costs)
         rank = 0 if known.coordinate is None else known.ranks.index(known.identity.rank)
-    return _Finder(model, found, _arguments(example_inputs), prices, wanted).find(rank)
+    return _Finder(model, found, arguments(example_inputs), prices, wanted).find(rank)
 
 
-def _optimizer_tensors(optimizer: str, objective: str) -> int:
+def _checked(optimizer: str, objective: str) -> int:
     if objective not in ("step time", "bytes", "memory"):
         raise ArgumentError(f"objective got {objective!r}; allowed are 'step time', 'bytes' and 'memory'")
-    if optimizer not in _OPTIMIZER_TENSORS:
-        raise ArgumentError(f"optimizer got {optimizer!r}; allowed are {', '.join(_OPTIMIZER_TENSORS)}")
-    return _OPTIMIZER_TENSORS[optimizer]
+    if optimizer not in OPTIMIZER_TENSORS:
+        raise ArgumentError(f"optimizer got {optimizer!r}; allowed are {', '.join(OPTIMIZER_TENSORS)}")
+    return OPTIMIZER_TENSORS[optimizer]
 
 
-def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named arguments of a model: of a mapping, a list or tuple, or a lone value."""
     if isinstance(given, Mapping):
         return (), dict(given)
     return (tuple(given), {}) if isinstance(given, list | tuple) else ((given,), {})

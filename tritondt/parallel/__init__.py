@@ -66,6 +66,6 @@ if not TYPE_CHECKING:  # type checkers find them in tritondt.found_plan
 
     def __getattr__(name: str) -> object:
         # By name: plans are found with fully_shard and models of transformers, which stand above the styles.
-        if name in ("FoundPlan", "find_plan"):
+        if name in ("FoundMesh", "FoundPlan", "find_mesh", "find_plan"):
             return getattr(importlib.import_module("tritondt.found_plan"), name)
         raise AttributeError(f"module 'tritondt.parallel' has no attribute {name!r}")
