@@ -23,8 +23,8 @@ dist.destroy_process_group()
 """
 # Public modules, and those that others import while these are being imported.
 FIRST = [
-    *("debug", "experimental", "fsdp", "interop.transformers", "interop.with_torch", "nccl", "ops", "parallel"),
-    *("random", "sharded", "dtensor.tensor", "dtensor.distribute", "process_group", "comm.world"),
+    *("debug", "experimental", "found_plan", "fsdp", "interop.transformers", "interop.with_torch", "nccl", "ops"),
+    *("parallel", "random", "sharded", "dtensor.tensor", "dtensor.distribute", "process_group", "comm.world"),
 ]
 
 

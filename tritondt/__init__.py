@@ -136,7 +136,10 @@ _NAMES_OF = {
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
 _PACKAGES = frozenset(
-    ("debug", "errors", "experimental", "fsdp", "interop", "kernels", "nccl", "ops", "parallel", "random", "sharded")
+    (
+        *("debug", "errors", "experimental", "found_plan", "fsdp", "interop", "kernels", "nccl", "ops", "parallel"),
+        *("random", "sharded"),
+    )
 )
 
 _importing.check_extension()

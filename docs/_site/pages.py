@@ -25,7 +25,7 @@ BESIDE = {
     "SECURITY.md": "security.md",
 }
 # Public packages, as the Makefile's PUBLIC names them.
-PACKAGES = ("", "debug", "experimental", "fsdp", "nccl", "ops", "parallel", "random", "sharded")
+PACKAGES = ("", "debug", "experimental", "found_plan", "fsdp", "nccl", "ops", "parallel", "random", "sharded")
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _HEADING = re.compile(r"^(#{1,6}) +(.+?) *$")
 

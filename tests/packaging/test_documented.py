@@ -6,9 +6,9 @@ from types import ModuleType
 import pytest
 
 import tritondt
-from tritondt import debug, experimental, fsdp, nccl, ops, parallel, random, sharded
+from tritondt import debug, experimental, found_plan, fsdp, nccl, ops, parallel, random, sharded
 
-ROOMS = (tritondt, debug, experimental, fsdp, nccl, ops, parallel, random, sharded)
+ROOMS = (tritondt, debug, experimental, found_plan, fsdp, nccl, ops, parallel, random, sharded)
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.__name__)

@@ -229,7 +229,7 @@ print(*sorted(T._PACKAGES), T.debug.mark_step, T.nccl.Communicator, T.sharded.Sh
 print(T.parallel.ColwiseParallel, T.random, T.experimental, hasattr(T, "debugging"))
 """
     names, found = run_python(code, tmp_path, PYTHONPATH=str(REPOSITORY)).splitlines()
-    packages = "debug errors experimental fsdp interop kernels nccl ops parallel random sharded"
+    packages = "debug errors experimental found_plan fsdp interop kernels nccl ops parallel random sharded"
     assert names.startswith(f"{packages} <function mark_step")
     assert found.endswith("False")
 

@@ -72,6 +72,7 @@ class LazyGroup(click.Group):
         "demo": ("tritondt.cli.demo.command:demo", "Train a small GPT on 4 CPU ranks and on one process."),
         "bench": ("tritondt.cli.main:bench", "Time tritondt in turns with others; compare results."),
         "plan": ("tritondt.cli.plan:plan", "Explain a redistribution: steps, bytes, memory, time."),
+        "plan-model": ("tritondt.cli.plan_model:plan_model", "Find how a model is laid over a mesh, and price it."),
         "trace": ("tritondt.cli.trace.command:trace", "Run a program on ranks and write a timeline of it."),
         "doctor": ("tritondt.cli.doctor:doctor", "Say what this machine has, and try each transport."),
         "tune": ("tritondt.cli.tune:tune", "Time a GPU's kernels and record the fastest choices."),

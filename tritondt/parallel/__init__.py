@@ -9,6 +9,9 @@ With `overlap=True` a column- or row-wise nn.Linear between parts of a sequence 
 `all_gather_matmul` and `matmul_reduce_scatter` do by themselves. torch.compile makes graphs of what lies between.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 from tritondt.parallel.context.flex_attention import context_parallel_block_mask, context_parallel_flex_attention
 from tritondt.parallel.context.ring_attention import ring_attention
 from tritondt.parallel.context.sequence_cut import context_parallel_shard, context_parallel_unshard
@@ -58,3 +61,11 @@ __all__ = [
     "token_dispatch",
     "ulysses_attention",
 ]
+
+if not TYPE_CHECKING:  # type checkers find them in tritondt.found_plan
+
+    def __getattr__(name: str) -> object:
+        # By name: plans are found with fully_shard and models of transformers, which stand above the styles.
+        if name in ("FoundMesh", "FoundPlan", "find_mesh", "find_plan"):
+            return getattr(importlib.import_module("tritondt.found_plan"), name)
+        raise AttributeError(f"module 'tritondt.parallel' has no attribute {name!r}")

@@ -1,0 +1,98 @@
+"""`python -m tritondt plan-model`: plans of factories and of configurations, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import nn
+
+from tritondt.cli.main import main
+from tritondt.found_plan import FoundPlan
+
+HERE = "tests.cli.test_plan_model"
+
+
+def make() -> tuple[nn.Module, torch.Tensor]:
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return model, torch.zeros(4, 8)
+
+
+def make_nothing() -> None:
+    """A factory that has forgotten to return."""
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["plan-model", *arguments])
+
+
+def test_a_plan_is_printed_as_code_and_table_and_as_json_that_reads_back():
+    arguments = (f"{HERE}:make", "--mesh", "dp=2,tp=2", "--objective", "memory")
+    text, plain = run(*arguments), run(*arguments, "--json")
+    assert text.exit_code == plain.exit_code == 0, text.output + plain.output
+    plan = FoundPlan.from_json(plain.stdout)
+    assert text.stdout == f"{plan}\n"
+    assert "'0': ColwiseParallel(balanced=True),\n    '2': RowwiseParallel(balanced=True),\n" in text.stdout
+    assert 'fully_shard(model, mesh=mesh["dp"])' in text.stdout
+
+
+def test_all_meshes_of_so_many_ranks_are_compared():
+    found = run(f"{HERE}:make", "--ranks", "4", "--ranks-per-host", "2", "--objective", "bytes")
+    assert found.exit_code == 0, found.output
+    lines = found.stdout.splitlines()
+    assert lines[0] == "least bytes of a rank"
+    assert [line.split()[0] for line in lines[2:5]] == ["dp=1,tp=4", "dp=2,tp=2", "dp=4,tp=1"]
+    assert [line.split("  ")[0] for line in lines[5:7]] == [
+        "dp=1,tp=4, host half as fast",
+        "dp=1,tp=4, network half as fast",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--mesh", "tp=2"), "give MODULE:FACTORY or --config FILE, one of them"),
+        ((f"{HERE}:make",), "give --mesh or --ranks, one of them"),
+        ((f"{HERE}:make", "--mesh", "tp"), "'tp' is no list of axes such as dp=4,tp=8"),
+        ((f"{HERE}:made", "--mesh", "tp=2"), f"module '{HERE}' has no attribute 'made'"),
+        (("make", "--mesh", "tp=2"), "'make' is no MODULE:FACTORY, as mymodels.llama:make"),
+        ((f"{HERE}:make_nothing", "--mesh", "tp=2"), "returned a NoneType; allowed is a pair: a model, example inputs"),
+        ((f"{HERE}:make", "--mesh", "pp=2"), "nothing can use the axis 'pp' of 2 ranks"),
+        (
+            (f"{HERE}:make", "--mesh", "tp=2", "--memory", "1K"),
+            "no plan over tp=2 keeps a rank within memory_bytes=1,024",
+        ),
+        ((f"{HERE}:make", "--ranks", "9", "--memory", "1"), "no mesh of 9 ranks has a plan: dp=9,tp=1: example_inputs"),
+        ((f"{HERE}:make", "--ranks", "9"), "find_mesh got ranks=9 on hosts=2; allowed are as many ranks on each host"),
+    ],
+)
+def test_refusals(arguments: tuple[str, ...], sentence: str):
+    per_host = ("--ranks-per-host", "9") if "1" in arguments else ()
+    found = run(*arguments, *per_host)
+    assert found.exit_code != 0
+    assert sentence in " ".join(found.output.replace("│", " ").split()), found.output
+
+
+def test_a_configuration_of_transformers_takes_no_weights(tmp_path: Path):
+    pytest.importorskip("transformers")
+    fields = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 16,
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "vocab_size": 100,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    found = run("--config", str(path), "--mesh", "tp=4", "--sequence", "8", "--objective", "memory", "--json")
+    assert found.exit_code == 0, found.output
+    styles = dict(FoundPlan.from_json(found.stdout).laid_out.styles)
+    assert styles["model.layers.*.self_attn.k_proj"].code() == "KeyValueParallel(unit=16)"
+    path.write_text("{}")
+    assert "has no model_type; allowed is a config.json" in run("--config", str(path), "--mesh", "tp=4").output

@@ -1,0 +1,163 @@
+"""find_plan by itself: choices against all there are, refusals with their sentences, and no memory taken."""
+
+from itertools import combinations
+from random import Random
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tritondt as T
+from tests.found_plan.models import Llama
+from tritondt.comm.transports.threads import run_ranks
+from tritondt.errors import ArgumentError, MeshError, ParallelizeError
+from tritondt.found_plan import FoundPlan, find_plan
+from tritondt.found_plan.candidates import Candidate
+from tritondt.found_plan.search import Chosen, Cost, Priced, frontier
+from tritondt.found_plan.style_choice import WHOLE
+from tritondt.planning.cost import CostTable
+
+
+def priced(random: Random) -> list[Priced]:
+    """Candidates on a chain of layers, of which each takes one or two neighbours."""
+    found = []
+    for number in range(9):
+        first = random.randrange(5)
+        names = tuple(f"layer {first + more}" for more in range(random.choice((1, 2))))
+        cost = Cost(random.randrange(-9, 9), random.randrange(9), random.randrange(-9, 1), random.randrange(-9, 1))
+        found.append(Priced(Candidate(f"candidate {number}", tuple((name, WHOLE) for name in names)), cost))
+    return found
+
+
+def sums_of_all(listed: list[Priced]) -> list[Cost]:
+    """Sums of the costs of all choices, one by one."""
+    found = []
+    for number in range(len(listed) + 1):
+        for chosen in combinations(listed, number):
+            names = [name for each in chosen for name in each.candidate.names]
+            if len(names) == len(set(names)):
+                total = Cost()
+                for each in chosen:
+                    total = total.plus(each.cost)
+                found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_search_keeps_exactly_the_choices_that_none_betters(seed):
+    listed = priced(Random(seed))
+    found, is_exact = frontier(listed)
+    everything = sums_of_all(listed)
+    best = {cost for cost in everything if not any(cost != other and cost.is_worse(other) for other in everything)}
+    assert is_exact
+    assert {chosen.cost for chosen in found} == best
+    assert all(isinstance(chosen, Chosen) for chosen in found)
+
+
+class AsksForValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"gate": Branches()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.inner["gate"](x))
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        return x if x.sum() > 0 else -x
+
+
+def test_a_branch_on_values_is_refused_by_operator_and_module():
+    with pytest.raises(ParallelizeError, match=r"_local_scalar_dense\S* in inner\.gate \(Branches\) failed there"):
+        find_plan(AsksForValues(), {"tp": 2}, torch.ones(3, 4))
+
+
+def test_inputs_that_do_not_fit_are_refused_by_the_module_that_they_do_not_fit():
+    with pytest.raises(ParallelizeError, match="find_plan runs Llama on tensors without values"):
+        find_plan(Llama(), {"tp": 2}, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "sentence"),
+    [
+        ({"dp": 2, "pp": 3}, None, r"nothing can use the axis 'pp' of 3 ranks"),
+        ({"dp": 2, "fsdp": 2}, None, r"the axes \['dp', 'fsdp'\] would both have the role 'data'"),
+        ({"tp": 0}, None, r"find_plan got the mesh \{'tp': 0\}; allowed are sizes of at least 1 by name"),
+        ({"tp": 2}, {"expert": "tp"}, r"allowed are the roles \('tensor', 'data'\) with names of the mesh, \('tp',\)"),
+    ],
+)
+def test_meshes_whose_axes_have_no_use(mesh, axes, sentence):
+    with pytest.raises(MeshError, match=sentence):
+        find_plan(nn.Linear(4, 4), mesh, torch.ones(3, 4), axes=axes)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"objective": "speed"}, "objective got 'speed'; allowed are 'step time', 'bytes' and 'memory'"),
+        ({"optimizer": "lion"}, "optimizer got 'lion'; allowed are adamw, adam, sgd, sgd with momentum"),
+        ({"device_type": "tpu"}, "device_type got 'tpu'; allowed are cpu, cuda"),
+    ],
+)
+def test_values_that_are_not_known(options, sentence):
+    with pytest.raises(ArgumentError, match=sentence):
+        find_plan(nn.Linear(4, 4), {"tp": 2}, torch.ones(3, 4), **options)
+
+
+def test_memory_that_no_plan_keeps_within_names_the_nearest_and_what_it_lacks():
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    free = find_plan(model, {"tp": 2}, torch.ones(4, 8), objective="memory")
+    assert find_plan(model, {"tp": 2}, torch.ones(4, 8), memory_bytes=free.step.memory.total).step == free.step
+    with pytest.raises(ParallelizeError, match=rf"the nearest needs {free.step.memory.total:,}, 1 more: parameters "):
+        find_plan(model, {"tp": 2}, torch.ones(4, 8), memory_bytes=free.step.memory.total - 1)
+
+
+def test_a_plan_is_applied_to_the_mesh_that_it_was_found_for():
+    plan = find_plan(nn.Linear(4, 4), {"tp": 2}, torch.ones(3, 4))
+    with pytest.raises(MeshError, match=r"found for a mesh of tp=2, and apply got tp=3; find one for that"):
+        run_ranks(3, lambda rank: plan.apply(nn.Linear(4, 4), T.Mesh((3,), ("tp",))))
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"format": 2}', "no JSON"])
+def test_text_that_is_no_plan(text):
+    with pytest.raises(ArgumentError, match=r"FoundPlan.from_json was given no plan of format 1"):
+        FoundPlan.from_json(text)
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.down(F.dropout(F.relu(self.up(x)), 0.5)))
+
+
+def test_random_numbers_are_drawn_by_place_where_features_are_cut():
+    plan = find_plan(Dropping(), {"tp": 2}, torch.ones(4, 8), costs=CostTable(flop_rate=1e3))
+    assert dict(plan.laid_out.styles)["up"].code() == "ColwiseParallel(balanced=True, use_local_output=False)"
+    assert plan.laid_out.replicates_plain
+
+
+def test_the_model_is_left_as_it_is_and_may_be_on_meta():
+    model = Dropping()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = find_plan(model, {"tp": 2}, torch.ones(4, 8))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert find_plan(Dropping().to("meta"), {"tp": 2}, torch.ones(4, 8, device="meta")) == found
+
+
+def test_parallel_has_it():
+    package: Any = T.parallel
+    assert package.find_plan is find_plan
+    with pytest.raises(AttributeError, match=r"module 'tritondt\.parallel' has no attribute 'find_plans'"):
+        _ = package.find_plans

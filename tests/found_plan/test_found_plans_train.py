@@ -1,0 +1,194 @@
+"""Models laid out by a found plan, on rank threads: the losses of one process, and exactly the predicted bytes."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tritondt as T
+from tests.found_plan.models import Llama, Pictures, Scaled, WrittenOut, pictures_of, seeded, tokens_of
+from tritondt.cli.demo.gpt import GPT
+from tritondt.cli.demo.model import Model
+from tritondt.comm import world
+from tritondt.comm.transports.threads import run_ranks
+from tritondt.debug import CommDebugMode
+from tritondt.found_plan import FoundPlan, find_plan
+from tritondt.found_plan.mesh_axes import mesh_axes
+from tritondt.found_plan.predict import predicted_step
+from tritondt.found_plan.prices import Prices
+from tritondt.planning.cost import CostTable
+
+# Computing is so dear that cuts of small models are worth their messages, and each message still counts.
+DEAR = {"flop_rate": 1e8}
+Inputs = Callable[[int], dict[str, Any]]
+
+
+def gpt(layers: int = 2) -> nn.Module:
+    return GPT(Model(heads=6, layers=layers, width=24, sequence=16))
+
+
+def gpt_inputs(part: int) -> dict[str, Any]:
+    return {"tokens": tokens_of(part, 16), "positions": torch.arange(16)}
+
+
+def by_tokens(part: int) -> dict[str, Any]:
+    return {"tokens": tokens_of(part)}
+
+
+def by_pictures(part: int) -> dict[str, Any]:
+    return {"x": pictures_of(part)}
+
+
+def loss_of(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    output = model(**inputs)
+    scores = getattr(output, "logits", output)
+    scores = scores.flatten(0, -2)
+    return F.cross_entropy(scores, torch.arange(scores.shape[0]) % scores.shape[1])
+
+
+def train(model: nn.Module, batches: list[dict[str, Any]]) -> list[float]:
+    """Losses of three steps on the mean over some batches."""
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = sum((loss_of(model, batch) for batch in batches), torch.zeros(())) / len(batches)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def check(
+    make: Callable[[], nn.Module], inputs: Inputs, sizes: dict[str, int], *, every: bool = False, **options: Any
+) -> FoundPlan:
+    """The plan found for a model, after training by it on rank threads, first and last of which are predicted."""
+    axes = mesh_axes(sizes)
+    num_parts = axes.size(axes.data)
+    predicted = range(axes.num_ranks) if every else (0, axes.num_ranks - 1)
+    costs: CostTable = run_ranks(axes.num_ranks, lambda rank: world.current().costs_for("cpu"))[0]
+    expected = train(seeded(make), [inputs(part) for part in range(num_parts)])
+    costs = costs.with_prices(DEAR)
+    plan = find_plan(seeded(make), sizes, inputs(0), costs=costs, **options)
+    assert FoundPlan.from_json(plan.to_json()) == plan
+
+    def body(rank: int) -> Any:
+        own = inputs(axes.index_along(axes.data, rank))
+        model = plan.apply(seeded(make), T.Mesh(axes.sizes, axes.names))
+        with CommDebugMode() as comm:
+            loss_of(model, own).backward()
+        model.zero_grad()
+        messages = sum(count.num_sent for count in comm.by_kind().values())
+        counted = comm.get_sent_bytes(), comm.get_received_bytes(), messages
+        if rank not in predicted:
+            return train(model, [own])
+        prices = Prices("cpu", costs, world.current().hosts(range(axes.num_ranks)))
+        step = predicted_step(
+            seeded(make), ((), own), axes, plan.laid_out, prices, rank, train=True, optimizer_tensors=2
+        )
+        found = step.traffic
+        assert counted == (found.sent_bytes, found.received_bytes, found.messages), str(comm)
+        held = sum(
+            T.DTensor.to_local(it).nbytes if isinstance(it, T.DTensor) else it.nbytes for it in model.parameters()
+        )
+        assert held == step.memory.parameters
+        assert rank or step == plan.step
+        return train(model, [own])
+
+    found = run_ranks(axes.num_ranks, body)
+    means = [sum(losses) / axes.num_ranks for losses in zip(*found, strict=True)]
+    torch.testing.assert_close(means, expected, rtol=0, atol=1e-5)
+    return plan
+
+
+def styles(plan: FoundPlan) -> dict[str, str]:
+    return {pattern: choice.code() for pattern, choice in plan.laid_out.styles}
+
+
+def test_six_heads_and_uneven_features_over_four_ranks():
+    plan = check(gpt, gpt_inputs, {"tp": 4}, objective="memory")
+    found = styles(plan)
+    assert found["blocks.*.attention.qkv"] == "ColwiseParallel(unit=4, repeats=3, balanced=True)"
+    assert found["blocks.*.attention.wo"] == "RowwiseParallel(unit=4, balanced=True)"
+    assert found["blocks.*.mlp.up"] == "ColwiseParallel(balanced=True)"
+    assert not plan.laid_out.replicates_plain
+
+
+def test_fewer_key_heads_than_ranks_a_norm_of_heads_and_a_shared_table_over_two_axes():
+    plan = check(partial(Llama, tied=True), by_tokens, {"dp": 2, "tp": 3}, objective="memory")
+    found = styles(plan)
+    assert found["blocks.*.attention.wq"] == "ColwiseParallel(unit=4, groups=2)"
+    assert found["blocks.*.attention.wk"] == "KeyValueParallel(unit=4)"
+    assert found["blocks.*.attention.query_norm"] == "ReplicateParallel(input_layouts=Shard(0))"
+    # Whose output three projections share, so that their gradients are summed over the ranks at once.
+    assert found["blocks.*.attention_norm"] == "ReplicateParallel(use_local_output=False)"
+    assert found["embed"] == "RowwiseParallel(balanced=True)"
+    assert found["head"] == "ColwiseParallel(balanced=True, output_layouts=Replicate())"
+    assert plan.laid_out.sharded == ("blocks.*",)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("objective", ["step time", "bytes", "memory"])
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [(gpt, gpt_inputs), (Llama, by_tokens), (partial(Llama, tied=True), by_tokens), (Pictures, by_pictures)],
+    ids=["gpt", "llama", "tied", "pictures"],
+)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"dp": 4}], ids=str)
+def test_every_objective_on_every_mesh(make, inputs, sizes, objective):
+    check(make, inputs, sizes, every=True, objective=objective)
+
+
+def test_code_that_has_the_number_of_heads_written_out_runs_on_distributed_tensors():
+    plan = check(WrittenOut, by_tokens, {"tp": 3})
+    assert plan.laid_out.replicates_plain
+    assert "use_local_output=False" in styles(plan)["qkv"]
+
+
+def test_parameters_that_code_reads_between_layers_are_not_cut_through():
+    plan = check(Scaled, by_tokens, {"tp": 2})
+    assert "down" not in {part.name for part in plan.parts if part.layout.endswith("features")}
+    assert styles(plan)["twice"].endswith("output_layouts=Replicate())")
+
+
+def test_linear_layers_in_a_row_are_paired_once_each():
+    plan = check(Pictures, by_pictures, {"tp": 2}, objective="memory")
+    found = styles(plan)
+    assert found["first"] == found["norm"] == "ReplicateParallel()"
+    assert {name for name in found if name.startswith("rest.")} == {"rest.0", "rest.2", "rest.4"}
+
+
+def _transformers(kind: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        transformers = pytest.importorskip("transformers")
+        found: nn.Module = getattr(transformers, kind)(getattr(transformers, config)(**sizes))
+        return found
+
+    return make
+
+
+_SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 18, "vocab_size": 21}
+_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_GPT2 = {"n_embd": 24, "n_layer": 2, "n_head": 6, "vocab_size": 21, "n_positions": 8}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("sizes", [{"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [
+        _transformers("LlamaForCausalLM", "LlamaConfig", **_SIZES, **_HEADS),
+        _transformers("Qwen3ForCausalLM", "Qwen3Config", **_SIZES, **_HEADS),
+        _transformers("GPT2LMHeadModel", "GPT2Config", **_GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+        _transformers("BertForMaskedLM", "BertConfig", **_SIZES, num_attention_heads=6, **_NO_DROPOUT),
+    ],
+    ids=["llama", "qwen3", "gpt2", "bert"],
+)
+def test_models_of_transformers(make, sizes):
+    options = {} if "Bert" in make.__closure__[2].cell_contents else {"use_cache": False}
+    plan = check(make, lambda part: {"input_ids": tokens_of(part), **options}, sizes, every=True)
+    assert any("heads" in part.layout for part in plan.parts), plan

@@ -1,0 +1,171 @@
+"""Dry runs: one step of a laid out model on one rank, without memory and without the other ranks.
+
+The layers, the autograd graph and the operators are those of a real step. So the redistributions that are counted here
+are those that a real step asks for.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from tritondt.dtensor.tensor import DTensor
+from tritondt.found_plan.attention_heads import HeadCut, adapt_heads
+from tritondt.found_plan.style_choice import StyleChoice
+from tritondt.parallel import parallelize_module
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.spec_values import spec_from_text
+
+Phase = Literal["forward", "backward"]
+Axis = Literal["tensor", "data"]
+
+
+class Movement(NamedTuple):
+    """A redistribution among some ranks of the mesh: in forward or in backward, its layouts, and the dtype's name."""
+
+    phase: Phase
+    axis: Axis
+    ranks: tuple[int, ...]
+    source: Layout
+    target: Layout
+    dtype: str
+
+
+class LocalCall(NamedTuple):
+    """An operator of forward that makes new values, and the shapes of its tensors on this rank."""
+
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class Tally:
+    """Counts of one rank's step: redistributions, floating-point operations, bytes of parameters and kept for
+    backward.
+    """
+
+    movements: Counter[Movement] = field(default_factory=Counter)
+    flops: Counter[Phase] = field(default_factory=Counter)
+    parameter_bytes: int = 0
+    trained_bytes: int = 0
+    kept_bytes: int = 0
+    local_calls: Counter[LocalCall] = field(default_factory=Counter)
+
+
+class _Counting(TorchDispatchMode):
+    """Counts what runs on local tensors, and redistributions."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tally = Tally()
+        self.phase: Phase = "forward"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if func is torch.ops.tritondt.redistribute.default:
+            shape = args[4] if len(args) > 4 else None
+            source, target = (spec_from_text(text, shape) for text in args[1:3])
+            dtype = str(source.dtype).removeprefix("torch.")
+            layouts = source.layout, target.layout
+            self.tally.movements[Movement(self.phase, "tensor", source.mesh.ranks, *layouts, dtype)] += 1
+        elif not func.is_view and func.namespace == "aten":
+            counted = flop_registry.get(func._overloadpacket)
+            if counted is not None:
+                self.tally.flops[self.phase] += int(counted(*args, **kwargs, out_val=found))
+            if self.phase == "forward":
+                tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+                self.tally.local_calls[LocalCall(str(func), tuple(tuple(each.shape) for each in tensors))] += 1
+        return found
+
+
+class _Kept:
+    """Bytes of the storages that autograd keeps for backward, those of parameters left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = {_storage(parameter) for parameter in model.parameters()}
+        self._held: list[torch.Tensor] = []
+        self.num_bytes = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        storage = _storage(local)
+        if storage not in self._known:
+            self._known.add(storage)
+            self._held.append(local)
+            self.num_bytes += local.untyped_storage().nbytes()
+        return tensor
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def dry_run(
+    model: nn.Module,
+    inputs: tuple[Sequence[Any], dict[str, Any]],
+    mesh: Mesh | None,
+    styles: Mapping[str, StyleChoice],
+    heads: Sequence[HeadCut],
+    *,
+    replicates_plain: bool = False,
+    train: bool = True,
+    then: Callable[[nn.Module], None] | None = None,
+) -> Tally:
+    """Tally of one step of the calling rank of a model without memory, laid out in place by `styles`, and by `then`.
+
+    Backward starts from gradients of all results. Raises what parallelize_module and the model raise.
+    """
+    if mesh is not None and styles:
+        plan = {name: choice.make() for name, choice in styles.items()}
+        plain = "replicated" if replicates_plain else "refused"
+        parallelize_module(model, mesh, plan, src_data_rank=None, plain_tensors=plain)  # type: ignore[arg-type]
+        adapt_heads(model, heads, mesh)
+    if then is not None:
+        then(model)
+    if replicates_plain:
+        # The first call of an operator on distributed tensors runs it once more, on whole shapes.
+        _run_step(model, inputs, _Counting(), train=train)
+    counting, kept = _Counting(), _Kept(model)
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda it: it):
+        _run_step(model, inputs, counting, train=train)
+    tally = counting.tally
+    tally.kept_bytes = kept.num_bytes
+    for parameter in model.parameters():
+        num_bytes = local_numel(parameter) * parameter.element_size()
+        tally.parameter_bytes += num_bytes
+        tally.trained_bytes += num_bytes if parameter.requires_grad else 0
+    return tally
+
+
+def _run_step(
+    model: nn.Module, inputs: tuple[Sequence[Any], dict[str, Any]], counting: _Counting, *, train: bool
+) -> None:
+    args, kwargs = inputs
+    with counting, torch.set_grad_enabled(train):
+        results = [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+        counting.phase = "backward"
+        trained = [result for result in results if result.requires_grad]
+        if train and trained:
+            torch.autograd.backward(trained, [torch.ones_like(result) for result in trained])
+
+
+def local_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Shape of the part of a tensor that the calling rank has."""
+    return tensor._spec.local_shape if isinstance(tensor, DTensor) else tuple(tensor.shape)
+
+
+def local_numel(tensor: torch.Tensor) -> int:
+    """Number of elements that the calling rank has of a tensor."""
+    return prod(local_shape(tensor))

@@ -1,0 +1,306 @@
+"""find_plan: the plan of a model over a mesh, found from one recording, trials of its parts, and a search."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritondt.errors import ArgumentError, ParallelizeError
+from tritondt.errors.arguments import checked
+from tritondt.found_plan.attention_heads import HeadCut
+from tritondt.found_plan.candidates import Candidate
+from tritondt.found_plan.data_sharding import sharded_modules
+from tritondt.found_plan.dry_run import Phase, Tally, dry_run
+from tritondt.found_plan.found_plan import FoundPlan
+from tritondt.found_plan.mesh_axes import MeshAxes, mesh_axes
+from tritondt.found_plan.parts import Trials
+from tritondt.found_plan.predict import LaidOut, predicted_step
+from tritondt.found_plan.prices import Prices, built_in_prices, prices_of_world
+from tritondt.found_plan.recording import Recording, record
+from tritondt.found_plan.repeated_blocks import RepeatedBlocks
+from tritondt.found_plan.search import Chosen, Cost, Priced, best, frontier
+from tritondt.found_plan.stand_in import fake_inputs, stand_in, without_memory
+from tritondt.found_plan.step_cost import PartCost, StepCost
+from tritondt.found_plan.style_choice import WHOLE, StyleChoice
+from tritondt.found_plan.traffic import Traffic
+from tritondt.planning.cost import CostTable
+from tritondt.sharding.mesh import Mesh, canonical_mesh
+
+Objective = Literal["step time", "bytes", "memory"]
+# Tensors as large as a parameter that optimizers hold for each.
+OPTIMIZER_TENSORS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd with momentum": 1}
+
+
+class Wanted(NamedTuple):
+    """The objective of a plan, the kind of step, and the bound of memory."""
+
+    objective: str
+    memory_bytes: int | None
+    train: bool
+    optimizer_tensors: int
+
+
+@checked
+def find_plan(
+    model: nn.Module,
+    mesh: DeviceMesh | Mesh | Mapping[str, int],
+    example_inputs: Any,
+    *,
+    axes: Mapping[str, str] | None = None,
+    memory_bytes: int | None = None,
+    objective: Objective = "step time",
+    train: bool = True,
+    optimizer: str = "adamw",
+    costs: CostTable | None = None,
+    device_type: str = "cpu",
+    ranks_per_host: int = 8,
+) -> FoundPlan:
+    """The plan that lays `model` over `mesh` best, with the bytes, messages, FLOPs, time and memory of a step.
+
+    `mesh` is one of the running world, whose prices count then, or sizes by name, for which no world is needed: then
+    `costs`, or the built-in prices of `device_type`, count, with `ranks_per_host` consecutive ranks on each host.
+    `axes` has the names of the axes of two roles, "tensor" (default: tp) and "data" (dp): the first cuts modules by the
+    styles of parallelize_module, the second shards parameters by fully_shard. `example_inputs` are those of one rank of
+    the data axis: a tensor, a tuple of positional arguments or a mapping of named ones; their values do not count. The
+    model may be on the device "meta". `objective` is what is least: the predicted time of a step, the bytes that a rank
+    receives, or the memory of a rank, of which at most `memory_bytes` are allowed; `optimizer` says what it holds.
+
+    Numbers are those of this rank, or of the first without a world; not a collective call, and styles are alike on all
+    ranks. Activations are whole on all ranks of the tensor axis between the parts that are cut, and so are results.
+
+    Raises ParallelizeError for a model whose forward does not run without values, by operator and module, and where no
+    plan needs so little memory; MeshError for an axis that has no role; ArgumentError for other values.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    >>> print(find_plan(model, {"tp": 2}, torch.zeros(4, 8), objective="memory").code)
+    plan = {
+        '0': ColwiseParallel(balanced=True),
+        '2': RowwiseParallel(balanced=True),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    """
+    wanted = Wanted(objective, memory_bytes, train, _checked(optimizer, objective))
+    found = mesh_axes(mesh, axes)
+    if isinstance(mesh, Mapping):
+        prices, rank = built_in_prices(device_type, found.num_ranks, ranks_per_host, costs), 0
+    else:
+        known = canonical_mesh(mesh)
+        prices = prices_of_world(known) if costs is None else prices_of_world(known)._replace(costs=costs)
+        rank = 0 if known.coordinate is None else known.ranks.index(known.identity.rank)
+    return _Finder(model, found, arguments(example_inputs), prices, wanted).find(rank)
+
+
+def _checked(optimizer: str, objective: str) -> int:
+    if objective not in ("step time", "bytes", "memory"):
+        raise ArgumentError(f"objective got {objective!r}; allowed are 'step time', 'bytes' and 'memory'")
+    if optimizer not in OPTIMIZER_TENSORS:
+        raise ArgumentError(f"optimizer got {optimizer!r}; allowed are {', '.join(OPTIMIZER_TENSORS)}")
+    return OPTIMIZER_TENSORS[optimizer]
+
+
+def arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named arguments of a model: of a mapping, a list or tuple, or a lone value."""
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    return (tuple(given), {}) if isinstance(given, list | tuple) else ((given,), {})
+
+
+@dataclass
+class _Part:
+    """A candidate of the model of one block of each kind, and what it changes in a step of one such part."""
+
+    candidate: Candidate
+    name: str
+    number: int
+    traffic: dict[Phase, Traffic]
+    flops: int
+    cost: Cost
+
+
+class _Finder:
+    """The search for one model, mesh and set of inputs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axes: MeshAxes,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        prices: Prices,
+        wanted: Wanted,
+    ) -> None:
+        self.model, self.axes, self.inputs, self.prices, self.wanted = model, axes, inputs, prices, wanted
+        self.blocks = RepeatedBlocks(model)
+        self.is_truncated = True
+
+    def find(self, rank: int) -> FoundPlan:
+        """The best plan, with the numbers of a rank."""
+        with without_memory(0, self.axes.num_ranks):
+            recording = self._record()
+            chosen, parts, notes, is_exact = self._search(recording)
+        styles, heads, plain = self._laid_out(chosen, recording)
+        sharded = () if self.axes.data is None else self._sharded()
+        laid_out = LaidOut(styles, heads, plain, sharded)
+        args = (self.model, self.inputs, self.axes, laid_out, self.prices)
+        step = predicted_step(*args, rank, train=self.wanted.train, optimizer_tensors=self.wanted.optimizer_tensors)
+        if self.wanted.memory_bytes is not None and step.memory.total > self.wanted.memory_bytes:
+            raise ParallelizeError(self._lacks_text(step))
+        costs = tuple(_part_cost(part) for part in parts if part.candidate in chosen.candidates)
+        return FoundPlan(self.axes, laid_out, rank, step, costs, tuple(notes), is_exact)
+
+    def _sharded(self) -> tuple[str, ...]:
+        """Patterns of the modules that are sharded one by one."""
+        blocks = RepeatedBlocks(self.model)
+        return tuple(dict.fromkeys(blocks.pattern(name) for name in sharded_modules(self.model, blocks)))
+
+    def _stand_in(self) -> tuple[nn.Module, tuple[Any, dict[str, Any]]]:
+        model = stand_in(self.model, self.blocks if self.is_truncated else None)
+        return model, fake_inputs(self.inputs)
+
+    def _record(self) -> Recording:
+        """Recording of one block of each kind, or of the whole model where that does not run with fewer blocks."""
+        try:
+            model, (args, kwargs) = self._stand_in()
+            return record(model, args, kwargs)
+        except ParallelizeError:
+            if not self.blocks.names():
+                raise
+        self.is_truncated, self.blocks = False, RepeatedBlocks(nn.Module())
+        model, (args, kwargs) = self._stand_in()
+        return record(model, args, kwargs)
+
+    def _search(self, recording: Recording) -> tuple[Chosen, list[_Part], list[str], bool]:
+        if self.axes.tensor is None:
+            return Chosen((), Cost()), [], [], True
+        ranks = self.axes.ranks_along(self.axes.tensor, 0)
+        trials = Trials(self._stand_in, self.prices, ranks, self.wanted.train)
+        base = trials.run(None)
+        model, _ = self._stand_in()
+        found = list(trials.candidates(model, recording, self.blocks))
+        parts = [self._part(candidate, tally, base) for candidate, tally in found]
+        listed, is_exact = frontier([Priced(part.candidate, part.cost) for part in parts])
+        whole = self._whole_cost(base)
+        key = self._key(whole)
+        bound = self.wanted.memory_bytes
+        chosen = best(listed, key, lambda each: bound is None or self._memory(whole.plus(each.cost)) <= bound)
+        # Without one that fits, the one of the least memory says how much is lacking.
+        chosen = chosen or min(listed, key=lambda each: self._memory(whole.plus(each.cost)))
+        ends = {self.blocks.pattern(self._real(name)): why for name, why in trials.refused.items()}
+        notes = [f"the part that ends at {pattern} is not cut: {why}" for pattern, why in ends.items()]
+        return chosen, parts, notes, is_exact
+
+    def _real(self, name: str) -> str:
+        return self.blocks.from_stand_in(name)
+
+    def _part(self, candidate: Candidate, tally: Tally, base: Tally) -> _Part:
+        name = self._real(candidate.styles[0][0])
+        number = self.blocks.number_of(name)
+        phases: tuple[Phase, ...] = ("forward", "backward")
+        traffic = {
+            phase: self.prices.total({m: n for m, n in tally.movements.items() if m.phase == phase}, 0)
+            for phase in phases
+        }
+        flops = sum(base.flops.values()) - sum(tally.flops.values())
+        both = traffic["forward"] + traffic["backward"]
+        seconds = both.seconds - flops / self.prices.costs.flop_rate
+        held = tally.parameter_bytes - base.parameter_bytes, tally.kept_bytes - base.kept_bytes
+        cost = Cost(seconds, both.received_bytes, *held).times(number)
+        return _Part(candidate, name, number, traffic, flops, cost)
+
+    def _whole_cost(self, base: Tally) -> Cost:
+        """Cost of the model with nothing cut, of which `base` has one block of each kind."""
+        if self.is_truncated and self.blocks.names():
+            base = dry_run(stand_in(self.model), fake_inputs(self.inputs), None, {}, (), train=self.wanted.train)
+        return Cost(sum(base.flops.values()) / self.prices.costs.flop_rate, 0, base.parameter_bytes, base.kept_bytes)
+
+    def _memory(self, cost: Cost) -> float:
+        """Bytes of a rank, by sums: parameters, gradients and optimizer in shards, and what is kept for backward."""
+        copies = 2 + self.wanted.optimizer_tensors if self.wanted.train else 1
+        return cost.parameter_bytes * copies / self.axes.size(self.axes.data) + cost.kept_bytes
+
+    def _key(self, whole: Cost) -> Any:
+        """The key that the search makes least: the objective first, and the others where that is equal."""
+        num_shards = self.axes.size(self.axes.data)
+        share = (num_shards - 1) / num_shards
+
+        def key(chosen: Chosen) -> tuple[float, ...]:
+            cost = whole.plus(chosen.cost)
+            over_data = 3 * cost.parameter_bytes * share
+            received, memory = cost.received_bytes + over_data, self._memory(cost)
+            link = self.prices.costs.network if len(set(self.prices.hosts)) > 1 else self.prices.costs.host
+            seconds = cost.seconds + max(0.0, over_data / link.bandwidth - cost.seconds)
+            objective = self.wanted.objective
+            return {
+                "step time": (seconds, received, memory),
+                "bytes": (received, memory, seconds),
+                "memory": (memory, seconds, received),
+            }[objective]
+
+        return key
+
+    def _laid_out(
+        self, chosen: Chosen, recording: Recording
+    ) -> tuple[tuple[tuple[str, StyleChoice], ...], tuple[HeadCut, ...], bool]:
+        """Styles by pattern, those of modules that stay whole too, and the heads that are cut."""
+        if not chosen.candidates:
+            return (), (), False
+        cut = {name: choice for candidate in chosen.candidates for name, choice in candidate.styles}
+        styles: dict[str, StyleChoice] = {}
+        for name in recording.called:
+            if name in cut:
+                styles |= dict.fromkeys(self._patterns(name), cut[name])
+        whole = [name for name in recording.called if name not in cut and self._stays_whole(name, recording)]
+        for name in sorted(whole, key=lambda name: -len(name.split(".")) if name else 0):
+            styles |= dict.fromkeys(self._patterns(name), WHOLE)
+        heads = tuple(
+            each._replace(pattern=pattern)
+            for candidate in chosen.candidates
+            for each in candidate.heads
+            for pattern in self._patterns(each.pattern)
+        )
+        plain = any(candidate.replicates_plain for candidate in chosen.candidates)
+        return tuple(styles.items()), heads, plain
+
+    def _patterns(self, name: str) -> list[str]:
+        real = self._real(name)
+        pattern = self.blocks.pattern(real)
+        return [pattern] if "*" in pattern else self.blocks.all_alike(real)
+
+    def _stays_whole(self, name: str, recording: Recording) -> bool:
+        """Whether a module has parameters of its own that every rank is to have whole, as distributed tensors.
+
+        Modules that are called without a tensor, or that read parameters of modules inside by themselves, keep plain
+        ones.
+        """
+        module = self.model.get_submodule(self._real(name))
+        if not any(held is not None for held in module._parameters.values()) or not recording.called[name]:
+            return False
+        inside = [f"{name}.{child}".lstrip(".") for child, each in module.named_modules() if child and each._parameters]
+        return all(child in recording.called for child in inside)
+
+    def _lacks_text(self, step: StepCost) -> str:
+        bound, total = self.wanted.memory_bytes, step.memory.total
+        assert bound is not None, "a bound was given"
+        held = step.memory
+        return (
+            f"no plan over {self.axes} keeps a rank within memory_bytes={bound:,}; the nearest needs {total:,}, "
+            f"{total - bound:,} more: parameters {held.parameters:,}, gradients {held.gradients:,}, optimizer "
+            f"{held.optimizer:,}, activations {held.activations:,}, gathered {held.gathered:,}; allowed is a larger "
+            "mesh, a smaller batch, or checkpoints of blocks"
+        )
+
+
+def _part_cost(part: _Part) -> PartCost:
+    traffic = part.traffic
+    return PartCost(
+        name=part.name,
+        layout=part.candidate.label,
+        number=part.number,
+        forward=traffic["forward"],
+        backward=traffic["backward"],
+        saved_flops=part.flops,
+        instead_seconds=-part.cost.seconds,
+        instead_bytes=-part.cost.received_bytes,
+    )

@@ -1,0 +1,109 @@
+"""Axes of a mesh by name and size, and what each is used for: parameters cut by tensor, or sharded over data."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+from tritondt.errors import MeshError
+from tritondt.sharding.coordinates import coordinate_at, position_of
+from tritondt.sharding.mesh import canonical_mesh
+
+_TENSOR_NAMES, _DATA_NAMES = ("tp", "tensor", "model"), ("dp", "fsdp", "data")
+_ROLES = ("tensor", "data")
+
+
+class MeshAxes(NamedTuple):
+    """Names and sizes of the axes of a mesh, and which of them cuts modules and which shards parameters."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    tensor: str | None
+    data: str | None
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the mesh."""
+        return prod(self.sizes)
+
+    def size(self, name: str | None) -> int:
+        """Number of ranks along an axis; 1 for None.
+
+        >>> MeshAxes(("dp", "tp"), (4, 8), "tp", "dp").size("tp")
+        8
+        """
+        return 1 if name is None else self.sizes[self.names.index(name)]
+
+    def ranks_along(self, name: str | None, rank: int) -> tuple[int, ...]:
+        """Ranks of the slice along one axis that `rank` is in; `rank` alone for None.
+
+        >>> MeshAxes(("dp", "tp"), (2, 2), "tp", "dp").ranks_along("dp", 1)
+        (1, 3)
+        """
+        if name is None:
+            return (rank,)
+        place, coordinate = self.names.index(name), list(coordinate_at(rank, self.sizes))
+        found = []
+        for index in range(self.sizes[place]):
+            coordinate[place] = index
+            found.append(position_of(coordinate, self.sizes))
+        return tuple(found)
+
+    def index_along(self, name: str | None, rank: int) -> int:
+        """Index of a rank on an axis; 0 for None."""
+        return 0 if name is None else coordinate_at(rank, self.sizes)[self.names.index(name)]
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+
+
+def mesh_axes(mesh: Any, axes: Mapping[str, str] | None = None) -> MeshAxes:
+    """Axes of a DeviceMesh, a Mesh or a mapping from names to sizes; `axes` says which has which of the two roles.
+
+    Without `axes` names do: tp, tensor or model; dp, fsdp or data. MeshError for an axis of over one rank that has no
+    role, and for two axes of one role.
+
+    >>> str(mesh_axes({"dp": 4, "tp": 8})), mesh_axes({"x": 2}, {"tensor": "x"}).tensor
+    ('dp=4,tp=8', 'x')
+    """
+    names, sizes = named_sizes(mesh)
+    roles = _roles(names, axes)
+    for name, size in zip(names, sizes, strict=True):
+        if size > 1 and name not in roles.values():
+            raise MeshError(
+                f"nothing can use the axis {name!r} of {size} ranks: plans are found over one axis that cuts modules "
+                f"({', '.join(_TENSOR_NAMES)}) and one that shards parameters ({', '.join(_DATA_NAMES)}); name it so, "
+                f"or say its role: axes={{'tensor': {name!r}}}"
+            )
+    used = {name: role for role, name in roles.items() if sizes[names.index(name)] > 1}
+    return MeshAxes(names, sizes, *(next((n for n, r in used.items() if r == role), None) for role in _ROLES))
+
+
+def named_sizes(mesh: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Names and sizes of the axes of a mesh; one axis without a name is "tp"."""
+    if isinstance(mesh, Mapping):
+        sizes = tuple(mesh.values())
+        if not mesh or not all(type(size) is int and size > 0 for size in sizes):
+            raise MeshError(f"find_plan got the mesh {dict(mesh)!r}; allowed are sizes of at least 1 by name")
+        return tuple(mesh), sizes
+    found = canonical_mesh(mesh)
+    if found.names is None:
+        if found.ndim > 1:
+            raise MeshError(f"find_plan got {found} without names; allowed is a mesh whose axes are named")
+        return ("tp",), found.shape
+    return found.names, found.shape
+
+
+def _roles(names: tuple[str, ...], axes: Mapping[str, str] | None) -> dict[str, str]:
+    if axes is None:
+        found: dict[str, str] = {}
+        for role, known in zip(_ROLES, (_TENSOR_NAMES, _DATA_NAMES), strict=True):
+            fitting = [name for name in names if name in known]
+            if len(fitting) > 1:
+                raise MeshError(f"the axes {fitting} would both have the role {role!r}; say which: axes={{...}}")
+            if fitting:
+                found[role] = fitting[0]
+        return found
+    unknown = [role for role, name in axes.items() if role not in _ROLES or name not in names]
+    if unknown:
+        raise MeshError(f"axes got {dict(axes)!r}; allowed are the roles {_ROLES} with names of the mesh, {names}")
+    return dict(axes)

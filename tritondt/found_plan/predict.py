@@ -1,0 +1,102 @@
+"""Prediction of a step of one rank of a whole model that is laid out: what moves, is computed and is held."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from tritondt.found_plan.attention_heads import HeadCut
+from tritondt.found_plan.data_sharding import Group, data_movements, groups_of, sharded_bytes, sharded_names, sum_apart
+from tritondt.found_plan.dry_run import Axis, Movement, Phase, Tally, dry_run
+from tritondt.found_plan.mesh_axes import MeshAxes
+from tritondt.found_plan.prices import Prices
+from tritondt.found_plan.stand_in import fake_inputs, stand_in, without_memory
+from tritondt.found_plan.step_cost import Memory, StepCost
+from tritondt.found_plan.style_choice import StyleChoice
+from tritondt.found_plan.traffic import Traffic
+from tritondt.sharding.mesh import Mesh
+
+
+class LaidOut(NamedTuple):
+    """A layout of a model: styles by pattern of names, heads that are cut, and patterns of modules that are sharded."""
+
+    styles: tuple[tuple[str, StyleChoice], ...]
+    heads: tuple[HeadCut, ...]
+    replicates_plain: bool
+    sharded: tuple[str, ...]
+
+
+def predicted_step(
+    model: nn.Module,
+    inputs: tuple[Sequence[Any], dict[str, Any]],
+    axes: MeshAxes,
+    laid_out: LaidOut,
+    prices: Prices,
+    rank: int,
+    *,
+    train: bool,
+    optimizer_tensors: int,
+) -> StepCost:
+    """The step of a rank of a model, whose parameters may be anywhere; takes no memory, and needs no world."""
+    with without_memory(rank, axes.num_ranks):
+        made = stand_in(model)
+        names = sharded_names(made, laid_out.sharded)
+        ranks = axes.ranks_along(axes.tensor, rank)
+        tally = dry_run(
+            made,
+            fake_inputs(inputs),
+            Mesh((len(ranks),), ranks=ranks),
+            dict(laid_out.styles),
+            laid_out.heads,
+            replicates_plain=laid_out.replicates_plain,
+            train=train,
+            then=(lambda laid: sum_apart(laid, names)) if axes.data is not None else None,
+        )
+        movements, groups = tally.movements, list[Group]()
+        if axes.data is not None:
+            groups = groups_of(made, names)
+            movements = movements + data_movements(groups, axes.ranks_along(axes.data, rank), train=train)
+    memory = _memory(axes, rank, tally, groups, train=train, optimizer_tensors=optimizer_tensors)
+    return _step_cost(prices, rank, tally, movements, len(groups), memory)
+
+
+def _step_cost(
+    prices: Prices, rank: int, tally: Tally, movements: Counter[Movement], num_groups: int, memory: Memory
+) -> StepCost:
+    def total(axis: Axis, phase: Phase) -> Traffic:
+        chosen = {it: number for it, number in movements.items() if (it.axis, it.phase) == (axis, phase)}
+        return prices.total(chosen, rank)
+
+    phases: tuple[Phase, ...] = ("forward", "backward")
+    seconds = {phase: tally.flops[phase] / prices.costs.flop_rate for phase in phases}
+    data = {phase: total("data", phase) for phase in phases}
+    # All groups but the first are gathered, and reduced, while another one computes.
+    others = 1 - 1 / max(1, num_groups)
+    return StepCost(
+        tensor_forward=total("tensor", "forward"),
+        tensor_backward=total("tensor", "backward"),
+        data_forward=data["forward"],
+        data_backward=data["backward"],
+        forward_flops=tally.flops["forward"],
+        backward_flops=tally.flops["backward"],
+        compute_seconds=sum(seconds.values()),
+        hidden_seconds=sum(min(found.seconds * others, seconds[phase]) for phase, found in data.items()),
+        memory=memory,
+    )
+
+
+def _memory(
+    axes: MeshAxes, rank: int, tally: Tally, groups: Sequence[Group], *, train: bool, optimizer_tensors: int
+) -> Memory:
+    parameters, trained, gathered = tally.parameter_bytes, tally.trained_bytes, 0
+    if groups:
+        num_ranks, index = axes.size(axes.data), axes.index_along(axes.data, rank)
+        parameters = sharded_bytes(groups, num_ranks, index)
+        trained = sharded_bytes([each._replace(members=each.trained) for each in groups], num_ranks, index)
+        # Those of the outermost module, and of two of the others: the next is gathered while one computes.
+        inner = sorted((each.num_bytes for each in groups if each.name), reverse=True)
+        gathered = sum(each.num_bytes for each in groups if not each.name) + sum(inner[:2])
+    if not train:
+        return Memory(parameters, 0, 0, 0, gathered)
+    return Memory(parameters, trained, trained * optimizer_tensors, tally.kept_bytes, gathered)

@@ -1,0 +1,81 @@
+"""Bytes, messages and seconds of redistributions on one rank, as the planner has them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from tritondt.comm import world
+from tritondt.comm.transports.table import chosen
+from tritondt.errors import ArgumentError
+from tritondt.found_plan.dry_run import Movement
+from tritondt.found_plan.traffic import Traffic
+from tritondt.planning.cost import CostTable
+from tritondt.planning.explain import explain_layouts
+from tritondt.planning.prices import built_in
+from tritondt.sharding.layout import Coordinate, Layout
+from tritondt.sharding.mesh import Mesh
+
+
+class Prices(NamedTuple):
+    """The cost table of a type of device, and the number of the host of each rank."""
+
+    device_type: str
+    costs: CostTable
+    hosts: tuple[int, ...]
+
+    def traffic(self, movement: Movement, rank: int) -> Traffic:
+        """Traffic of a redistribution on a rank that takes part in it."""
+        hosts = tuple(self.hosts[each] for each in movement.ranks)
+        itemsize = getattr(torch, movement.dtype).itemsize
+        coordinate = movement.source.coordinate(movement.ranks.index(rank))
+        given = (self.device_type, self.costs, hosts, movement.dtype, itemsize)
+        return _traffic(movement.source, movement.target, coordinate, *given)
+
+    def total(self, movements: Mapping[Movement, int] | Iterable[tuple[Movement, int]], rank: int) -> Traffic:
+        """Traffic of many, each as often as it is counted."""
+        listed = movements.items() if isinstance(movements, Mapping) else movements
+        return sum((self.traffic(movement, rank).times(number) for movement, number in listed), Traffic())
+
+
+@lru_cache(maxsize=4096)
+def _traffic(
+    source: Layout,
+    target: Layout,
+    coordinate: Coordinate,
+    device_type: str,
+    costs: CostTable,
+    hosts: tuple[int, ...],
+    dtype: str,
+    itemsize: int,
+) -> Traffic:
+    is_far = len(set(hosts)) > 1
+    known = hosts if is_far and device_type == "cpu" else ()
+    found = explain_layouts(source, target, itemsize, costs, coordinate, dtype=dtype, hosts=known)
+    seconds = found.seconds
+    if is_far and not known:
+        # The planner takes ranks of a mesh for neighbours; those of a slice may be far apart.
+        near = min(hosts.count(host) for host in hosts)
+        apart = replace(costs, ranks_per_host=near)
+        seconds = explain_layouts(source, target, itemsize, apart, coordinate, dtype=dtype).seconds
+    far = found.far_bytes
+    if is_far and not known:
+        others = len(hosts) - hosts.count(hosts[source.position(coordinate)])
+        far = found.received_bytes * others // (len(hosts) - 1)
+    return Traffic(found.sent_bytes, found.received_bytes, far, found.messages, seconds)
+
+
+def built_in_prices(device_type: str, num_ranks: int, ranks_per_host: int, costs: CostTable | None) -> Prices:
+    """Prices without a world: built-in ones, or those given, of consecutive ranks on each host."""
+    if device_type not in built_in(1):
+        raise ArgumentError(f"device_type got {device_type!r}; allowed are {', '.join(built_in(1))}")
+    table = chosen(device_type).price(built_in(ranks_per_host)[device_type]) if costs is None else costs
+    return Prices(device_type, table, tuple(rank // table.ranks_per_host for rank in range(num_ranks)))
+
+
+def prices_of_world(mesh: Mesh) -> Prices:
+    """Prices that the ranks of the calling thread's world share, and the hosts of the ranks of a mesh."""
+    found = world.current()
+    return Prices(mesh.device_type, found.costs_for(mesh.device_type), found.hosts(mesh.ranks))

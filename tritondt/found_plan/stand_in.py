@@ -1,0 +1,54 @@
+"""Stand-ins for a model and its inputs: tensors with shapes and without memory, and one of each kind of block."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from tritondt import identity
+from tritondt.found_plan.repeated_blocks import RepeatedBlocks
+
+
+@contextmanager
+def without_memory(rank: int, num_ranks: int) -> Iterator[None]:
+    """Context in which the thread is one rank of so many that nobody else is, and new tensors take no memory."""
+    who = identity.Identity(identity.new_generation(), rank, num_ranks)
+    # Constants of a model, which are no buffers of it, come as they are.
+    with identity.assumed(who), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def stand_in(model: nn.Module, blocks: RepeatedBlocks | None = None) -> nn.Module:
+    """Copy of a model with parameters and buffers of the same shapes, made where tensors take no memory.
+
+    With `blocks` the first of each kind of repeated block stands for all of them.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        made = nn.Parameter(_like(parameter), parameter.requires_grad)
+        memo[id(parameter)] = made
+    for buffer in model.buffers():
+        memo[id(buffer)] = _like(buffer)
+    if blocks is not None:
+        for name, kept in blocks.kept():
+            container = model.get_submodule(name)
+            memo[id(container)] = container.__class__()
+            for place, index in enumerate(kept):
+                child = copy.deepcopy(container._modules[str(index)], memo)
+                memo[id(container)].add_module(str(place), child)
+            vars(memo[id(container)]).update(training=container.training)
+    return copy.deepcopy(model, memo)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def fake_inputs(inputs: Any) -> Any:
+    """Inputs with tensors of the same shapes and dtypes, made where tensors take no memory."""
+    return tree_map(lambda value: _like(value) if isinstance(value, torch.Tensor) else value, inputs)

@@ -1,0 +1,133 @@
+"""A step of one rank in numbers, of each part and of the whole, and the table of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tritondt.found_plan.mesh_axes import MeshAxes
+from tritondt.found_plan.traffic import Traffic
+
+
+@dataclass(frozen=True, slots=True)
+class PartCost:
+    """One part of the model, how it is laid out, how often it is there, and what one of it moves in a step.
+
+    `flops` are those that a rank saves by the cut of one; `instead_seconds` and `instead_bytes` what a step of a rank
+    would take more, or less, with this part whole on every rank.
+    """
+
+    name: str
+    layout: str
+    number: int
+    forward: Traffic
+    backward: Traffic
+    saved_flops: int
+    instead_seconds: float
+    instead_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a rank: parameters, gradients, optimizer, activations kept for backward, and gathered parameters."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.gathered
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """One step of one rank: what moves over each axis in forward and backward, FLOPs, seconds and memory.
+
+    `hidden_seconds` of the exchanges over the data axis pass while the rank computes.
+    """
+
+    tensor_forward: Traffic
+    tensor_backward: Traffic
+    data_forward: Traffic
+    data_backward: Traffic
+    forward_flops: int
+    backward_flops: int
+    compute_seconds: float
+    hidden_seconds: float
+    memory: Memory
+
+    @property
+    def traffic(self) -> Traffic:
+        """All that the rank sends and receives."""
+        return self.tensor_forward + self.tensor_backward + self.data_forward + self.data_backward
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of the step."""
+        return self.compute_seconds + self.traffic.seconds - self.hidden_seconds
+
+
+def explanation_text(
+    mesh: MeshAxes, rank: int, step: StepCost, parts: Sequence[PartCost], notes: Sequence[str], *, is_exact: bool
+) -> str:
+    """Table of the parts, and lines with the sums of the step and the memory of a rank."""
+    head = ("part", "layout", "times", "forward in", "backward in", "messages", "FLOPs saved", "whole instead")
+    rows = [head, *map(_part_cells, parts)]
+    lines = [f"one step of rank {rank} of {mesh}", *_columns(rows)] if parts else [f"one step of rank {rank} of {mesh}"]
+    lines += ["", *_columns(_traffic_rows(step))]
+    compute_ms, hidden_ms = step.compute_seconds * 1e3, step.hidden_seconds * 1e3
+    lines.append(
+        f"{step.forward_flops + step.backward_flops:,} FLOPs; predicted {step.seconds * 1e3:,.3f} ms: computing "
+        f"{compute_ms:,.3f}, moving {step.traffic.seconds * 1e3:,.3f}, of which {hidden_ms:,.3f} hidden"
+    )
+    held = step.memory
+    lines.append(
+        f"memory {held.total:,} bytes: parameters {held.parameters:,}, gradients {held.gradients:,}, optimizer "
+        f"{held.optimizer:,}, activations {held.activations:,}, gathered {held.gathered:,}"
+    )
+    if not is_exact:
+        lines.append("the search has not looked at all choices: a better plan may exist")
+    return "\n".join([*lines, *notes])
+
+
+def _part_cells(part: PartCost) -> tuple[str, ...]:
+    received = (part.forward.received_bytes, part.backward.received_bytes)
+    instead = f"{part.instead_seconds * 1e3:+,.3f} ms, {part.instead_bytes:+,} bytes"
+    messages = part.forward.messages + part.backward.messages
+    return (
+        part.name,
+        part.layout,
+        f"{part.number:,}",
+        *(f"{it:,}" for it in received),
+        f"{messages:,}",
+        f"{part.saved_flops:,}",
+        instead,
+    )
+
+
+def _traffic_rows(step: StepCost) -> list[tuple[str, ...]]:
+    named = (
+        ("tensor axis, forward", step.tensor_forward),
+        ("tensor axis, backward", step.tensor_backward),
+        ("data axis, forward", step.data_forward),
+        ("data axis, backward", step.data_backward),
+        ("all", step.traffic),
+    )
+    return [
+        ("whole step", "bytes out", "bytes in", "of other hosts", "messages", "predicted"),
+        *(
+            (
+                name,
+                *(f"{it:,}" for it in (found.sent_bytes, found.received_bytes, found.far_bytes, found.messages)),
+                f"{found.seconds * 1e3:,.3f} ms",
+            )
+            for name, found in named
+        ),
+    ]
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

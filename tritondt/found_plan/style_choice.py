@@ -1,0 +1,61 @@
+"""Styles of parallelize_module as values: made, printed as code, and read back from JSON."""
+
+from typing import Any, NamedTuple
+
+from tritondt import parallel
+from tritondt.parallel import ParallelStyle
+from tritondt.sharding.placement import parse_placements
+
+
+class StyleChoice(NamedTuple):
+    """A style by the name of its class and its arguments; layouts are text, as "R" and "S1".
+
+    >>> StyleChoice("RowwiseParallel", (("unit", 4), ("output_layouts", "S1"))).code()
+    'RowwiseParallel(unit=4, output_layouts=Shard(1))'
+    """
+
+    kind: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def make(self) -> ParallelStyle:
+        """The style itself, a new one for each module."""
+        made: ParallelStyle = getattr(parallel, self.kind)(**{name: _value(name, it) for name, it in self.options})
+        return made
+
+    def code(self) -> str:
+        """The expression that makes the style."""
+        return f"{self.kind}({', '.join(f'{name}={_code(name, value)}' for name, value in self.options)})"
+
+    def to_json(self) -> list[Any]:
+        """The class's name and the arguments, as JSON has them."""
+        return [self.kind, dict(self.options)]
+
+    @classmethod
+    def from_json(cls, found: list[Any]) -> "StyleChoice":
+        """The choice that `to_json` wrote.
+
+        >>> choice = StyleChoice("ColwiseParallel", (("balanced", True),))
+        >>> StyleChoice.from_json(choice.to_json()) == choice
+        True
+        """
+        kind, options = found
+        return cls(kind, tuple(options.items()))
+
+
+def style(kind: str, **options: Any) -> StyleChoice:
+    """The choice of a class and arguments; those that are None or the class's own default 1 or False are left out."""
+    return StyleChoice(kind, tuple((name, it) for name, it in options.items() if it not in (None, 1) or it is True))
+
+
+WHOLE = style("ReplicateParallel")
+
+
+def _value(name: str, value: Any) -> Any:
+    return parse_placements(value)[0] if name.endswith("_layouts") else value
+
+
+def _code(name: str, value: Any) -> str:
+    if not name.endswith("_layouts"):
+        return repr(value)
+    (placement,) = parse_placements(value)
+    return "Replicate()" if placement.is_replicate() else f"Shard({value[1:]})"
