@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import profiler
 
@@ -20,7 +19,7 @@ from tritondt.comm.communicator import Communicator
 from tritondt.comm.work import Work
 from tritondt.errors import LocalTensorError, MeshError, PeerError, TransportError, check_not_of_torch
 from tritondt.events import subscribers
-from tritondt.kernels.memory import allocate
+from tritondt.kernels.memory import allocate, has_memory
 from tritondt.redistribution.compile import carrier, compile_plan, exchanging_ranks
 from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep
 from tritondt.redistribution.in_graphs import call_in_graph
@@ -217,15 +216,6 @@ def refusing(mesh: Mesh, num_exchanges: int = 1) -> Iterator[None]:
         if mesh.coordinate is not None and len(mesh.ranks) > 1:
             refuse_each([world.current().communicator(mesh.ranks, mesh.device_type)] * num_exchanges, error)
         raise
-
-
-# What stands for tensors while torch traces a graph.
-_WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
-
-
-def has_memory(local: torch.Tensor) -> bool:
-    """Whether a tensor holds values; a tensor that stands for one while torch traces a graph does not."""
-    return type(local) is torch.Tensor or not isinstance(local, _WITHOUT_MEMORY)
 
 
 def check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
