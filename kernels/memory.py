@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from tritondt._C import advise_huge_pages
 from tritondt.kernels.memory_pool import MemoryPool
@@ -29,8 +31,16 @@ os.register_at_fork(after_in_child=pool.after_fork)
 _num_modes = torch._C._len_torch_dispatch_stack
 _guards: Any = torch._C._dynamo.guards
 
+# Tensors of a graph that torch traces.
+_WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
+
 # A tensor of lengths, strides and a dtype.
 Make = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds values; a tensor that stands for one while torch traces a graph does not."""
+    return type(tensor) is torch.Tensor or not isinstance(tensor, _WITHOUT_MEMORY)
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import tritondt as T
+from tritondt.comm import read_guard
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.fsdp import fully_shard
 
@@ -34,6 +35,17 @@ class Halves(torch.Tensor):
             args[0].whole.copy_(_plain(args[1]) * 2)
             return args[0]
         return op(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
+
+
+class Told(Halves):
+    """Halves that tell where they keep their values, as torchao's classes do."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["whole"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], meta: None, shape: Any, stride: Any) -> "Told":
+        return Told(inner["whole"])
 
 
 def _plain(value: Any) -> Any:
@@ -117,3 +129,41 @@ def test_parameters_of_such_a_class_are_refused_by_fully_shard() -> None:
         assert type(module.weight) is nn.Parameter or isinstance(module.weight, Halves)
 
     run_ranks(2, refused)
+
+
+def test_a_write_waits_for_messages_that_read_the_values_it_changes() -> None:
+    def body(rank: int) -> tuple[list[str], torch.Tensor]:
+        waits, values = list[str](), torch.zeros(4, 3, dtype=torch.int8)
+
+        def note() -> None:
+            waits[-1] += "waited"
+
+        for local in (part(rank), Told(values)):
+            waits.append("")
+            addresses = read_guard.begin([values], note)
+            written = T.DTensor.from_local(local, mesh(), [T.Shard(0)])
+            written.copy_(T.DTensor.from_local(torch.full((4, 3), 0.5 * (rank + 1)), mesh(), [T.Shard(0)]))
+            read_guard.end(addresses, note)
+        return waits, values
+
+    for rank, (waits, values) in enumerate(run_ranks(2, body)):
+        assert waits == ["", "waited"]
+        torch.testing.assert_close(values, torch.full((4, 3), rank + 1, dtype=torch.int8), rtol=0, atol=0)
+
+
+def test_a_graph_writes_while_messages_are_under_way() -> None:
+    """Tensors that stand for others while a graph is traced have no memory that a message could read."""
+
+    def nothing() -> None:
+        """Message that is awaited at once."""
+
+    def body(rank: int) -> torch.Tensor:
+        addresses = read_guard.begin([torch.ones(3)], nothing)
+        x = T.ones(4, 3, device_mesh=mesh(), placements=[T.Shard(0)])
+        torch.compile(lambda x: x.add_(1), backend="aot_eager", fullgraph=True)(x)
+        read_guard.end(addresses, nothing)
+        return x.to_local()
+
+    torch._dynamo.reset()
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, torch.full((2, 3), 2.0), rtol=0, atol=0)

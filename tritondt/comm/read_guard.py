@@ -6,9 +6,12 @@ them. Distributed tensors are guarded by their storage, so that views and parame
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tritondt.kernels.memory import has_memory
 
 # How to wait for whoever reads a storage, by its address; empty whenever nothing is under way.
 readers: dict[int, tuple[Callable[[], None], ...]] = {}
@@ -42,8 +45,19 @@ def end(addresses: Collection[int], wait: Callable[[], None]) -> None:
 def wait_before_writing(tensors: Iterable[torch.Tensor]) -> None:
     """Returns when nobody reads these tensors' storages any more; raises none of the readers' errors."""
     for tensor in tensors:
-        for wait in readers.get(tensor.untyped_storage().data_ptr(), ()):
-            wait()
+        for address in _addresses(tensor):
+            for wait in readers.get(address, ()):
+                wait()
+
+
+def _addresses(tensor: torch.Tensor) -> Iterator[int]:
+    """Addresses of storages that hold a tensor's values; a class without memory keeps them in tensors of its own."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _addresses(getattr(tensor, name))
+    elif has_memory(tensor) and tensor.data_ptr():
+        yield tensor.untyped_storage().data_ptr()
 
 
 def _after_fork() -> None:

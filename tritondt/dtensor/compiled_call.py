@@ -10,11 +10,11 @@ from tritondt.comm import read_guard
 from tritondt.dtensor.own_sources import run_apart, tensors_in
 from tritondt.dtensor.writes import MEMORY, count_writes, leaves_counting, memory_of, take_memory, watched
 from tritondt.errors import PropagationError
+from tritondt.kernels.memory import has_memory
 from tritondt.ops.propagation.placeholders import placeholder_numbers
 from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.ops.propagation.tensor_meta import meta_of
 from tritondt.redistribution.implicit import redistribute_input
-from tritondt.redistribution.run import has_memory
 from tritondt.sharding.placement import Replicate
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 from tritondt.sharding.strides import strides_without_gaps

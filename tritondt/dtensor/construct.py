@@ -11,6 +11,8 @@ from tritondt.sharding.spec import DTensorSpec
 # `_local_tensor` and `_spec`; it takes 1.0 us where _make_wrapper_subclass with the attributes takes 2.2.
 Construct = Callable[..., Any]
 
+_LAZY = torch._C._additional_keys_to_prop_for_wrapper_tensors
+
 
 def construct_at_start(
     tensor_class: type[torch.Tensor], local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool
@@ -30,6 +32,8 @@ def construct_at_start(
         device=local.device,
         layout=local.layout,
         requires_grad=requires_grad,
+        # Dispatch resolves a lazy conjugation or sign of the outer tensor; kernels of local ones would not see theirs.
+        _extra_dispatch_keys=_LAZY & torch._C._dispatch_keys(local),
     )
     made._local_tensor, made._spec = local, spec
     return made

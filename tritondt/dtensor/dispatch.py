@@ -32,6 +32,7 @@ from tritondt.dtensor.own_sources import check_from_others, from_others
 from tritondt.dtensor.text import mixed_text
 from tritondt.dtensor.views.recorded_views import noting_views
 from tritondt.errors import MeshError, MixedTensorsError, OpenLengthError, check_not_of_torch
+from tritondt.kernels.memory import has_memory
 from tritondt.ops.propagation.propagator import ShardingPropagator
 from tritondt.ops.propagation.replication import are_alike, are_replicated, as_replicated
 from tritondt.ops.propagation.schema import LocalOp, OpSchema
@@ -41,7 +42,6 @@ from tritondt.redistribution.in_graphs import (
     holds_for_lengths_at_hand,
     prefer_lengths_of_forward,
 )
-from tritondt.redistribution.run import has_memory
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Replicate
 from tritondt.sharding.spec import DTensorSpec, TensorMeta

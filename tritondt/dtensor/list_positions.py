@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from tritondt.dtensor.writes import leaves_counting, memory_of
 from tritondt.errors import MeshError
-from tritondt.redistribution.run import has_memory
+from tritondt.kernels.memory import has_memory
 from tritondt.sharding.mesh import Mesh
 
 _LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")

@@ -17,8 +17,8 @@ from tritondt.fsdp.module import FSDPModule, sharded_class, state_of
 from tritondt.fsdp.parameter import ShardedParameter, ShardPlacement, User, shard_dim
 from tritondt.fsdp.state import ShardedState
 from tritondt.interop.transformers.trainer import tell_trainer_of_data_axis
+from tritondt.kernels.memory import has_memory
 from tritondt.parallel.forward_pass import APART
-from tritondt.redistribution.run import has_memory
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.spec import check_strided
 

@@ -26,7 +26,8 @@ from tritondt import identity
 from tritondt.errors import TritondtError
 from tritondt.identity import Identity
 from tritondt.interop.torch_specs import spec_of_torch
-from tritondt.redistribution.run import has_memory, redistribute_local
+from tritondt.kernels.memory import has_memory
+from tritondt.redistribution.run import redistribute_local
 from tritondt.sharding.placement import Partial
 from tritondt.sharding.spec import DTensorSpec
 

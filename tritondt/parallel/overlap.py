@@ -21,11 +21,11 @@ from tritondt.comm import world
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, LocalTensorError, ParallelizeError
 from tritondt.errors.arguments import check_types, checked
+from tritondt.kernels.memory import has_memory
 from tritondt.parallel.chunked_matmul import AllGatherMatmul, ChunkSchedule, MatmulReduceScatter, rows_of
 from tritondt.planning.pipelining import best_shares
 from tritondt.redistribution.autograd import redistribute
 from tritondt.redistribution.refusals import refusing_next
-from tritondt.redistribution.run import has_memory
 from tritondt.sharding.placement import Partial, Shard
 from tritondt.sharding.spec import DTensorSpec
 

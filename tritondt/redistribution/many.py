@@ -7,13 +7,12 @@ import torch
 from tritondt.comm.work import Work
 from tritondt.errors import LocalTensorError, PeerError, TransportError
 from tritondt.events import subscribers
-from tritondt.kernels.memory import allocate, allocate_all
+from tritondt.kernels.memory import allocate, allocate_all, has_memory
 from tritondt.redistribution.buckets import BUCKET_BYTES, Bucket, Pairs, compiled_list, groups_of
 from tritondt.redistribution.refusals import refuse_each
 from tritondt.redistribution.run import (
     check_local,
     emit_issued,
-    has_memory,
     redistribute_local,
     run_step,
     target_of,

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import profiler
 
@@ -17,7 +16,7 @@ from tritondt import events
 from tritondt.comm.work import Work
 from tritondt.errors import LocalTensorError, MeshError, PeerError, TransportError, check_not_of_torch
 from tritondt.events import subscribers
-from tritondt.kernels.memory import allocate
+from tritondt.kernels.memory import allocate, has_memory
 from tritondt.redistribution.compile import compile_plan
 from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep
 from tritondt.redistribution.in_graphs import call_in_graph
@@ -185,15 +184,6 @@ def _run_steps(steps: Sequence[CompiledStep], local: torch.Tensor) -> torch.Tens
             refuse_rest(steps[place + 1 :], error)
             raise
     return current
-
-
-# What stands for tensors while torch traces a graph.
-_WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
-
-
-def has_memory(local: torch.Tensor) -> bool:
-    """Whether a tensor holds values; a tensor that stands for one while torch traces a graph does not."""
-    return type(local) is torch.Tensor or not isinstance(local, _WITHOUT_MEMORY)
 
 
 def check_local(local: torch.Tensor, spec: DTensorSpec) -> None:

@@ -262,3 +262,34 @@ def test_pairs_of_a_conjugated_tensor_are_refused_as_on_one_device():
         torch.testing.assert_close(x.conj().imag.full_tensor(), torch.full((2, 2), -2.0), rtol=0, atol=0)
 
     run_ranks(2, body)
+
+
+PARTS = {
+    "columns": lambda x: x[:, 2:-2],
+    "rows": lambda x: x[1:],
+    "a column": lambda x: x[:, 3],
+    "half of the columns, transposed": lambda x: x.chunk(2, 1)[1].t(),
+}
+
+
+@pytest.mark.in_core(3)
+@pytest.mark.parametrize("placement", ["R", "S0", "S1"])
+@pytest.mark.parametrize("name", PARTS)
+def test_conjugates_and_signs_of_parts_behind_the_start_count(name, placement):
+    torch.manual_seed(0)
+    x, w, part = torch.randn(4, 10, dtype=torch.complex128), torch.randn(4, 10, dtype=torch.complex128), PARTS[name]
+
+    def results(x, w):
+        # The gradient of a product is conjugated, too; the imaginary part of a conjugate is a view that says negated.
+        product = part(x).conj() * part(w)
+        (gradient,) = torch.autograd.grad((part(x) * part(w)).abs().sum(), x)
+        return [product, part(x.conj()) * part(w), part(x).conj().imag * part(w).real, gradient]
+
+    def body(rank):
+        mesh = T.Mesh((2,))
+        found = results(distribute(x, mesh, placement).requires_grad_(), distribute(w, mesh, placement))
+        return [whole(tensor.detach()) for tensor in found]
+
+    expected = [tensor.detach() for tensor in results(x.clone().requires_grad_(), w)]
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, expected)

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from tritondt.kernels.memory import has_memory
 from tritondt.ops.propagation.homomorphisms import LINEAR, term_strategies
 from tritondt.ops.propagation.pointwise import elementwise_strategies
 from tritondt.ops.propagation.registration import NUMBERS_BY_TYPE, strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.random import distributions
 from tritondt.ops.random.generator import words_like
-from tritondt.redistribution.run import has_memory
 from tritondt.sharding.placement import Partial, Replicate
 from tritondt.sharding.spec import DTensorSpec
 from tritondt.sharding.strides import strides_in_order_of

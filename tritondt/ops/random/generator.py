@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tritondt.errors import MismatchError
+from tritondt.kernels.memory import has_memory
 from tritondt.ops.random.philox import random_words
 from tritondt.redistribution.agreement import lengths_on_all
 from tritondt.redistribution.in_graphs import call_in_graph
-from tritondt.redistribution.run import has_memory
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
 from tritondt.sharding.spec import DTensorSpec

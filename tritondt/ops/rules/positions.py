@@ -2,7 +2,7 @@
 
 import torch
 
-from tritondt.redistribution.run import has_memory
+from tritondt.kernels.memory import has_memory
 from tritondt.sharding.intervals import Intervals
 
 

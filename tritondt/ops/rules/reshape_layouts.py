@@ -15,6 +15,7 @@ from tritondt.errors import LayoutError
 from tritondt.ops.rules.view_layouts import AxisCut, cuts_of, with_cuts
 from tritondt.sharding.cut import ChunkCut
 from tritondt.sharding.layout import Layout
+from tritondt.sharding.lengths import are_open
 from tritondt.sharding.placement import Shard
 
 # A dim of the result with an axis that cuts it and how.
@@ -116,8 +117,16 @@ def _merged(cuts: Sequence[Sequence[AxisCut]], lengths: Sequence[int], mesh_shap
         for axis, shard in cuts_of_dim:
             # Sizes are for the first cut of a dim only.
             fitting = _without_sizes(shard, mesh_shape[axis], lengths[dim]) if found else shard
-            found.append((axis, fitting.scaled(outer, inner)))
+            # Equal pieces need no unit, which would be a length that a graph leaves open.
+            is_even = are_open([inner]) and _is_even(cuts_of_dim, lengths[dim], mesh_shape)
+            found.append((axis, fitting.scaled(outer, 1 if is_even else inner)))
     return found
+
+
+def _is_even(cuts: Sequence[AxisCut], length: int, mesh_shape: Sequence[int]) -> bool:
+    """Whether cuts without units or sizes give every coordinate equally many of `length` indices."""
+    parts = prod(mesh_shape[axis] for axis, _ in cuts)
+    return all(shard == Shard(shard.dim) for _, shard in cuts) and length % parts == 0
 
 
 def _without_sizes(shard: Shard, parts: int, length: int) -> Shard:
@@ -183,6 +192,8 @@ class _Division(NamedTuple):
         """The cut of `dim` with the pieces that `shard` cuts; None where a piece ends inside an index."""
         inner, block = prod(self.lengths[dim + 1 :]), self.lengths[dim] // repeats
         earlier = [cut for of_dim, cut in done if of_dim == dim]
+        if are_open([inner]) and _is_even([*earlier, (axis, shard)], block, self.mesh_shape):
+            return Shard(dim)
         found = shard.divided(inner)
         if found is None or (earlier and shard.sizes is not None):
             return None
