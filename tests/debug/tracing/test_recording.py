@@ -9,9 +9,11 @@ import torch
 import tritondt as T
 from tests.harness.work import num_calls
 from tests.ops.sharded import distribute
+from tritondt.comm import world
 from tritondt.comm.transports import announced
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.debug import mark_step
+from tritondt.debug.tracing.explanations import Compiled, explained
 from tritondt.debug.tracing.record import RankRecord
 from tritondt.debug.tracing.recording import Recording
 from tritondt.dtensor.tensor import DTensor
@@ -69,6 +71,25 @@ def test_messages_of_both_sides_name_the_same_exchanges(records):
         sent = {(found.communicator, found.sequence, found.num_bytes) for found in one.sends}
         assert sent == {(found.communicator, found.sequence, found.num_bytes) for found in other.receives}
         assert {found.peer for found in one.sends} == {other.rank}
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("other", [(0, 1), (2, 3), (1, 2)])
+def test_explanations_of_a_trace_are_those_of_explain(other, wire_dtype):
+    """On one mesh and between two, which share no rank or some."""
+
+    def both(rank: int) -> tuple[str, str] | None:
+        meta = T.TensorMeta.contiguous((6, 4))
+        source = T.DTensorSpec(T.Mesh((2,), ranks=(0, 1)), [T.Shard(0)], meta)
+        target = T.DTensorSpec(T.Mesh((2,), ranks=other), [T.Shard(1)], meta)
+        if rank not in {0, 1, *other}:
+            return None
+        compiled = Compiled(source, target, wire_dtype, world.current().costs_for("cpu"))
+        return explained(compiled, "").explanation, str(T.explain(source, target, wire_dtype=wire_dtype))
+
+    for found in filter(None, run_ranks(4, both)):
+        assert found[0] == found[1]
+        assert "peak temporary" in found[0]
 
 
 def test_redistributions_have_explanations_and_the_line_that_asked(records):

@@ -7,8 +7,11 @@ import torch
 from tritondt.comm.packing.wire_dtype import is_scaled
 from tritondt.debug.tracing.record import Redistribution
 from tritondt.kernels.boxes import SCALE_BYTES
+from tritondt.planning.across import make_plan_across
 from tritondt.planning.cost import CostTable
-from tritondt.planning.explain import explain_layouts
+from tritondt.planning.explain import explain_plan
+from tritondt.planning.planner import make_plan
+from tritondt.planning.step_report import WireSize
 from tritondt.redistribution.compile import is_one_grid
 from tritondt.sharding.spec import DTensorSpec
 
@@ -23,23 +26,25 @@ class Compiled(NamedTuple):
 
 
 def explained(compiled: Compiled, site: str) -> Redistribution:
-    """Explanation of a compiled redistribution; of one between two meshes its specs alone."""
+    """Explanation of a compiled redistribution, on one mesh or between two."""
     source, target, wire_dtype, costs = compiled
-    kinds = {
-        "site": site,
-        "is_reduction": any(placement.is_partial() for placement in source.placements),
-        "replicates": any(placement.is_replicate() for placement in target.placements),
-        "itemsize": source.dtype.itemsize if wire_dtype is None else wire_dtype.itemsize,
-    }
-    if not is_one_grid(source, target):
-        return Redistribution(explanation=f"{source} on {source.mesh} -> {target} on {target.mesh}", **kinds)  # type: ignore[arg-type]
-    found = explain_layouts(
-        source.layout,
-        target.layout,
-        source.dtype.itemsize,
-        costs,
-        source.coordinate,
-        wire_itemsize=None if wire_dtype is None else wire_dtype.itemsize,
-        scale_bytes=SCALE_BYTES if wire_dtype is not None and is_scaled(wire_dtype) else 0,
+    itemsize, wire, moved_itemsize = source.dtype.itemsize, None, source.dtype.itemsize
+    if wire_dtype is not None:
+        moved_itemsize = wire_dtype.itemsize
+        wire = WireSize(itemsize, moved_itemsize, SCALE_BYTES if is_scaled(wire_dtype) else 0)
+    if is_one_grid(source, target):
+        assert source.coordinate is not None, f"{source} was compiled on a rank outside its mesh"
+        costs = costs if wire is None else costs.for_wire()
+        plan = make_plan(source.layout, target.layout, moved_itemsize, costs)
+        rank = source.layout.position(source.coordinate)
+    else:
+        ranks = source.mesh.ranks, target.mesh.ranks
+        plan = make_plan_across(source.layout, ranks[0], target.layout, ranks[1], moved_itemsize, costs)
+        rank = source.mesh.identity.rank
+    return Redistribution(
+        explanation=str(explain_plan(plan, rank, itemsize, costs, wire)),
+        site=site,
+        is_reduction=any(placement.is_partial() for placement in source.placements),
+        replicates=any(placement.is_replicate() for placement in target.placements),
+        itemsize=moved_itemsize,
     )
-    return Redistribution(explanation=str(found), **kinds)  # type: ignore[arg-type]
