@@ -192,7 +192,11 @@ class DeviceTable(ABC):
         `num_threads` is for the CPU's tables, which this one stands in for.
         """
         launches, addresses = self.prepared(source_ptrs, target_ptrs)
-        self.launch(launches, addresses)
+        if self._number is not None and torch._C._cuda_getDevice() != self._number:
+            self.launch(launches, addresses)
+            return
+        for launch in launches:  # as `launch`, which is a call
+            launch.run(addresses)
 
     def prepared(
         self, source_ptrs: Sequence[int], target_ptrs: Sequence[int]

@@ -18,6 +18,7 @@ from torch._C import _distributed_c10d as c10d
 
 from tests.harness.gloo_ranks import GlooRanks
 from tritondt.comm import world
+from tritondt.debug.tracing.recording import Recording
 from tritondt.errors import WorldError
 from tritondt.process_group.collectives import TritondtProcessGroup
 
@@ -231,6 +232,35 @@ def end(rank: int) -> None:
 
 def test_an_ended_group_says_so(ranks: GlooRanks) -> None:
     ranks.run(end)
+
+
+def watched(rank: int) -> tuple[set[str], set[str], list[bool]]:
+    """Kinds of spans of a recording, ranges of the profiler, and the ways that the call takes with them and without."""
+    x = torch.full((7,), 1.0 + rank)
+    for _ in range(3):
+        dist.all_reduce(x)
+
+    def ask() -> None:
+        dist.all_reduce(x, async_op=True).wait()
+
+    ways, recording = [goes_by_python(ask)], Recording()
+    recording.begin()
+    try:
+        ways.append(goes_by_python(ask))
+    finally:
+        recording.end()
+    with torch.profiler.profile() as profile:
+        ways.append(goes_by_python(ask))
+    ways.append(goes_by_python(ask))
+    spans = {span.kind for span in recording.record(rank, 2).spans}
+    return spans, {event.key for event in profile.key_averages()}, ways
+
+
+def test_recordings_and_profiles_see_it(ranks: GlooRanks) -> None:
+    for spans, ranges, ways in ranks.run(watched):
+        assert spans >= {"collective", "wait"}
+        assert "tritondt::allreduce" in ranges
+        assert ways == [False, True, True, False]
 
 
 def test_methods_are_documented_and_called_by_name() -> None:

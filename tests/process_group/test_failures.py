@@ -50,7 +50,8 @@ def abort(rank: int) -> None:
 def begin(rank: int) -> None:
     group: Any = dist.group.WORLD
     group.set_timeout(timedelta(seconds=200))  # a test before has shortened it, and ranks come apart on a busy machine
-    dist.all_reduce(torch.ones(1))
+    for _ in range(3):  # from the third on it is one call of the extension
+        dist.all_reduce(own(rank))
     group.set_timeout(timedelta(seconds=TIMEOUT_S))
 
 

@@ -75,7 +75,8 @@ class Work:
         tensor was written to while it was read.
         """
         if not self._finished:
-            self._check_issuer()
+            if identity.current() is not self._issuer:
+                self._check_issuer()
             self._queue.wait_for(self)
         if self._error is not None:
             self._is_seen = True

@@ -34,8 +34,9 @@ def pending_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
     def wait_for_local(tensor: Any) -> torch.Tensor:
         """The local tensor, once the work is done; raises the work's failure, every time."""
         tensor.__dict__[_WORK].wait()
+        tensor.__class__ = tensor_class  # as `set_arrived`, which is a call
+        tensor.__dict__.pop(_WORK, None)
         local: torch.Tensor = slot.__get__(tensor)
-        set_arrived(tensor)
         return local
 
     def replace(tensor: Any, local: torch.Tensor) -> None:
@@ -106,8 +107,9 @@ def redistribute_dtensor(
         held = distributed._local_tensor if before is None else held_local(distributed)
         local, work = redistribute_local_async(held, spec, target, before, wire_dtype)
         result = wrap(own_view(local) if local is held else local, target)
-        if work is not None:
-            mark_pending(result, work)
+        if work is not None:  # as `mark_pending`, which is a call
+            result.__dict__[_WORK] = work
+            result.__class__ = pending_class(type(result))
         return result
     held = distributed._local_tensor
     local = redistribute_local(held, spec, target, wire_dtype)

@@ -165,18 +165,20 @@ class DTensor(torch.Tensor):
         mesh = None if device_mesh is None else canonical_mesh(device_mesh)
         if placements is None:
             raise MeshError("redistribute needs placements, one per mesh axis")
-        spec, dtype = self._spec, forward_dtype or self._spec.dtype
+        spec = self._spec
+        own_dtype = spec.tensor_meta.dtype  # a property is a call
+        dtype = forward_dtype or own_dtype
         target = target_spec(spec, as_placements(placements), None if order is None else tuple(order), mesh)
         wire = None
-        if wire_dtype is not None or grad_wire_dtype is not None or dtype is not spec.dtype:
+        if wire_dtype is not None or grad_wire_dtype is not None or dtype is not own_dtype:
             try:
                 check_types(DTensor.redistribute, forward_dtype=forward_dtype)
                 if wire_dtype is not None or grad_wire_dtype is not None:
-                    wire = wire_of(dtype, backward_dtype or spec.dtype, wire_dtype, grad_wire_dtype)
+                    wire = wire_of(dtype, backward_dtype or own_dtype, wire_dtype, grad_wire_dtype)
             except Exception as error:
                 refuse_redistribution(spec, target, error)
                 raise
-        stays = target is spec and dtype is spec.dtype
+        stays = target is spec and dtype is own_dtype
         if is_grad_enabled() and self.requires_grad:
             if stays:
                 return cast(DTensor, alias_with_gradient(self, backward_dtype, async_op, wire))
@@ -187,7 +189,7 @@ class DTensor(torch.Tensor):
                 _ = self._local_tensor  # has arrived when a synchronous call returns
             return cast(DTensor, self.detach())
         forward = wire and wire.forward
-        if dtype is spec.dtype:  # as nearly always: one call less
+        if dtype is own_dtype:  # as nearly always: one call less
             return redistribute_dtensor(self, wrap, target, async_op=async_op, wire_dtype=forward)  # type: ignore[no-any-return]
         return convert_and_redistribute(self, wrap, target, dtype, async_op=async_op, wire_dtype=forward)  # type: ignore[no-any-return]
 

@@ -6,6 +6,7 @@ allocation per step and the step itself.
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,13 +100,23 @@ def redistribute_local_async(
     `local` is read until then. `before` is the Work that fills it, which is waited for at once where other ranks had a
     part in that Work than in this redistribution. A redistribution that needs no peer is done at once.
     """
-    _check_or_refuse(local, source, target)
+    # As in `redistribute_local`.
+    if (
+        type(local) is not torch.Tensor
+        or _num_modes()
+        or local.shape != source.local_shape
+        or local.dtype is not source.tensor_meta.dtype
+        or local.layout is not torch.strided
+        or not (local.is_cpu if source.mesh.device_type == "cpu" else _is_on(local, source.mesh.device_type))
+        or not local.data_ptr()
+    ):
+        _check_or_refuse(local, source, target)
     is_outside = source.coordinate is None and target.coordinate is None
     if source is target or is_outside or type(local) is not torch.Tensor:
         if before is not None:
             before.wait()
         return redistribute_local(local, source, target, wire_dtype), None
-    held = with_memory(local)
+    held = with_memory(local) if local.is_conj() or local.is_neg() else local
     steps, communicator, last, description = compile_plan(source, target, held.stride(), held.device, wire_dtype)
     if before is not None and (communicator is None or not communicator.has_issued(before)):
         before.wait()
@@ -115,20 +126,32 @@ def redistribute_local_async(
     whole = allocate(steps[last].target_shape, held.dtype, held.device)
     if subscribers:
         emit_issued(steps)
-
-    def run() -> None:
-        current = around = held
-        for place, step in enumerate(steps):
-            try:
-                current, around = run_step(step, current, around, whole if place == last else None)
-            except PeerError as error:
-                refuse_rest(steps[place + 1 :], error)
-                raise
-
+    step, transfer, carrying, _, _, piece, fill = steps[0]
+    if (
+        len(steps) != 1
+        or transfer is None
+        or carrying is None
+        or piece is not None
+        or fill is not None
+        or step.kind == "gather"
+    ):
+        run = partial(_run_issued, steps, held, whole, last)
+    else:
+        run = partial(carrying.exchange, (held,), (whole,), transfer)
     if profiler._is_profiler_enabled:
         with profiler.record_function(REDISTRIBUTE_RANGE, description):
             return whole, communicator.issue(run, description, (held,), sources_ready=before is None)
     return whole, communicator.issue(run, description, (held,), sources_ready=before is None)
+
+
+def _run_issued(steps: Sequence[CompiledStep], held: torch.Tensor, whole: torch.Tensor, last: int) -> None:
+    current = around = held
+    for place, step in enumerate(steps):
+        try:
+            current, around = run_step(step, current, around, whole if place == last else None)
+        except PeerError as error:
+            refuse_rest(steps[place + 1 :], error)
+            raise
 
 
 def _check_or_refuse(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:

@@ -55,11 +55,6 @@ class StreamWork(Work):
             source = next(source for source, version, before in pairs if version != before)
             self._error = WorldError(torn(source, self.description))
 
-    def end(self) -> None:
-        """Marks the work as run, with the error noted before; for its queue."""
-        self.release()
-        self._finished = True
-
     def release(self) -> None:
         """Lets go of the work's tensors: a write to them now comes after it."""
         self.in_flight.release()
@@ -149,7 +144,9 @@ class StreamQueue(IssueQueue):
         while under_way and self._disowned is None and under_way[0].in_flight.is_over():
             work = under_way.popleft()
             self.engine.passed = work.in_flight.event
-            work.end()
+            if work._addresses is not None:  # nobody has waited for it
+                work.release()
+            work._finished = True
 
     def staging(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Memory for the messages of an exchange, in the order of the stream that it is put into.

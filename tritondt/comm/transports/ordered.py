@@ -75,7 +75,8 @@ class OrderedCommunicator(Closable, ABC):
         if not self._turn.acquire(False):
             raise self._second_thread_error(description)
         try:
-            self._check_usable(description)
+            if self.failure is not None:
+                self._check_usable(description)
             site = self._recorder.site()
             if self._queue.runs_at_once:
                 self._issued_at = site
