@@ -6,6 +6,7 @@ COUNTS says how many ranks each host has ("3,5"); each writes one line of JSON w
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -64,6 +65,24 @@ def lose(how: int) -> str:
     dist.group.WORLD.set_timeout(timedelta(seconds=8))  # type: ignore[union-attr]
     try:
         dist.all_reduce(torch.ones(50_000))
+    except T.PeerError as error:
+        assert time.monotonic() - began < 60
+        return str(error)
+    return "no error"
+
+
+def unplug(how: int) -> str:
+    """The error where the last host's end of the link goes down: connections stay, and nothing says that they end."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    dist.all_reduce(torch.ones(50_000))
+    dist.barrier()
+    began = time.monotonic()
+    dist.group.WORLD.set_timeout(timedelta(seconds=8))  # type: ignore[union-attr]
+    if rank == last:
+        subprocess.run(["ip", "link", "set", "wire", "down"], check=True)
+    try:
+        for _ in range(2):  # all that this host lacks of the first may have come before
+            dist.all_reduce(torch.ones(50_000))
     except T.PeerError as error:
         assert time.monotonic() - began < 60
         return str(error)
@@ -154,6 +173,7 @@ BODIES: dict[str, Callable[[int], Any]] = {
     "random": random,
     "same_bits": same_bits,
     "lose": lose,
+    "unplug": unplug,
     "refused": refused,
     "disagree": disagree,
     "on_wire": on_wire,
@@ -165,7 +185,7 @@ def run(name: str, number: int) -> None:
     dist.init_process_group("tritondt", timeout=timedelta(seconds=90))
     found = BODIES[name](number)
     os.write(1, (json.dumps({"rank": dist.get_rank(), "found": found}) + "\n").encode())
-    if name == "lose":
+    if name in ("lose", "unplug"):
         os._exit(0)
     T.close()
     dist.destroy_process_group()

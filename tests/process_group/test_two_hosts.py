@@ -17,9 +17,12 @@ pytestmark = pytest.mark.extended
 NAMES = ("one", "two", "three", "four")
 
 
-def run(folder: Path, name: str, number: int, counts: Sequence[int], **environment: str) -> dict[int, Any]:
-    """The ranks' findings; `counts` has the number of ranks of each host."""
-    program = [sys.executable, "-m", "tests.process_group.host_ranks", name, str(number), ",".join(map(str, counts))]
+def run(
+    folder: Path, name: str, number: int, counts: Sequence[int], before: str = "true", **environment: str
+) -> dict[int, Any]:
+    """The ranks' findings; `counts` has the number of ranks of each host, on which `before` runs first."""
+    program = ["sh", "-c", f'{before} && exec "$@"', "sh"]
+    program += [sys.executable, "-m", "tests.process_group.host_ranks", name, str(number), ",".join(map(str, counts))]
     variables = {"TRITONDT_SOCKET_IFNAME": "^lo", "TRITONDT_TIMEOUT": "90", **environment}
     names = NAMES[: len(counts)]
     outputs = run_on_hosts(folder, program, names=names, environment=variables, timeout_s=400.0)
@@ -31,6 +34,10 @@ def run(folder: Path, name: str, number: int, counts: Sequence[int], **environme
 def test_random_collectives(tmp_path: Path, counts: tuple[int, ...]) -> None:
     found = run(tmp_path, "random", sum(counts), counts)
     assert found == dict.fromkeys(range(sum(counts)), "SocketCommunicator")
+
+
+def test_random_collectives_by_small_packets(tmp_path: Path) -> None:
+    assert len(run(tmp_path, "random", 2, (2, 2), before="ip link set wire mtu 576")) == 4
 
 
 @pytest.mark.parametrize("setting", ["TRITONDT_TRANSPORT=sockets", "TRITONDT_DEBUG=1"])
@@ -93,3 +100,11 @@ def test_who_is_lost_is_named_on_all_others(tmp_path: Path, how: int) -> None:
     assert sorted(found) == [0, 1, 2]
     for text in found.values():
         assert "rank 3" in text, found
+
+
+def test_a_link_that_goes_down_is_told_by_the_ranks_behind_it(tmp_path: Path) -> None:
+    found = run(tmp_path, "unplug", 0, (2, 2))
+    assert sorted(found) == [0, 1, 2, 3]
+    for rank, text in found.items():
+        others = ("rank 2", "rank 3") if rank < 2 else ("rank 0", "rank 1")
+        assert any(other in text for other in others), found

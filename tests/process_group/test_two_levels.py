@@ -234,6 +234,71 @@ def test_reduce_scatter(of_rank: tuple[int, ...], is_list: bool) -> None:
         assert done.sent[host] == rest_of(4 * sum(counts), of_rank, [4 * count for count in counts], host)
 
 
+def each_to_each(size: int, lengths: Sequence[Sequence[int]], rank: int) -> Collective:
+    """Uneven parts of one tensor, by rank."""
+    sent, received = lengths[rank], [each[rank] for each in lengths]
+    leaving, coming = (
+        [(peer, (0, 4 * sum(counts[:peer]), 4 * counts[peer])) for peer in range(size)] for counts in (sent, received)
+    )
+    return collectives.all_to_all(rank, size, leaving, coming)
+
+
+@pytest.mark.in_core(8)
+@pytest.mark.parametrize("of_rank", LAYOUTS)
+def test_all_to_all(of_rank: tuple[int, ...]) -> None:
+    size, generator = len(of_rank), random.Random(3)
+    lengths = [[generator.choice((0, 1, 700)) for _ in of_rank] for _ in of_rank]
+    terms = [numbers(rank, sum(own)) for rank, own in enumerate(lengths)]
+    results = [torch.zeros(sum(own[rank] for own in lengths), dtype=torch.int32) for rank in range(size)]
+    done = run(
+        of_rank, partial(each_to_each, size, lengths), [([terms[rank]], [results[rank]]) for rank in range(size)]
+    )
+    parts = [term.split(own) for term, own in zip(terms, lengths, strict=True)]
+    for rank, found in enumerate(results):
+        assert torch.equal(found, torch.cat([own[rank] for own in parts]))
+    for host in set(of_rank):
+        crossing = [(to, own) for to in range(size) for own in range(size) if of_rank[to] == host != of_rank[own]]
+        assert done.received[host] == 4 * sum(lengths[own][to] for to, own in crossing)
+
+
+@pytest.mark.in_core(8)
+@pytest.mark.parametrize("of_rank", LAYOUTS)
+def test_gather_and_scatter(of_rank: tuple[int, ...]) -> None:
+    size = len(of_rank)
+    for root in range(size):
+        lengths = [4 * (rank % 3) * 300 for rank in range(size)]
+        whole = [numbers(rank, length // 4) for rank, length in enumerate(lengths)]
+        lists: list[list[torch.Tensor]] = [[] for _ in range(size)]
+        lists[root] = [torch.zeros_like(each) for each in whole]
+
+        def gathered(rank: int, root: int = root, lengths: list[int] = lengths) -> Collective:
+            return collectives.gather(rank, size, lengths[rank], lengths if rank == root else (), root)
+
+        def scattered(rank: int, root: int = root, lengths: list[int] = lengths) -> Collective:
+            return collectives.scatter(rank, size, lengths[rank], lengths if rank == root else (), root)
+
+        run(of_rank, gathered, [([whole[rank]], lists[rank]) for rank in range(size)])
+        assert all(torch.equal(*pair) for pair in zip(lists[root], whole, strict=True))
+        back = [torch.zeros_like(each) for each in whole]
+        run(of_rank, scattered, [(lists[rank], [back[rank]]) for rank in range(size)])
+        assert all(torch.equal(*pair) for pair in zip(back, whole, strict=True))
+
+
+@pytest.mark.in_core(8)
+@pytest.mark.parametrize("of_rank", LAYOUTS)
+def test_few_bytes_for_all_and_a_barrier(of_rank: tuple[int, ...]) -> None:
+    size = len(of_rank)
+    terms = [numbers(rank, 3) for rank in range(size)]
+    results = [torch.zeros(3 * size, dtype=torch.int32) for _ in range(size)]
+    run(
+        of_rank,
+        lambda rank: collectives.all_gather_into(rank, size, 12),
+        [([terms[rank]], [results[rank]]) for rank in range(size)],
+    )
+    assert all(torch.equal(found, torch.cat(terms)) for found in results)
+    run(of_rank, lambda rank: collectives.barrier(rank, size), [([], []) for _ in range(size)])
+
+
 def test_one_exchange_where_stages_save_nothing() -> None:
     def found(of_rank: tuple[int, ...], num_bytes: int) -> Stages | None:
         return stages(collectives.all_reduce(0, len(of_rank), num_bytes, SUM), Hosts(of_rank, 0), 1, 1)
@@ -242,5 +307,3 @@ def test_one_exchange_where_stages_save_nothing() -> None:
     assert found((0, 0, 0, 0), 1 << 20) is None
     assert found((0, 1, 2, 3), 1 << 20) is None
     assert found((0, 0, 1, 1), 1200) is None
-    to_all = collectives.all_to_all_even(0, 4, 1 << 20)
-    assert stages(to_all, Hosts((0, 0, 1, 1), 0), 1, 1) is None

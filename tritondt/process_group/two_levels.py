@@ -3,6 +3,7 @@
 Each host receives once what it lacks, cut among its ranks, and terms are reduced inside before they cross. Of h hosts
 each sends at most (h - 1)/h of a tensor for a reduce-scatter and for an all-gather, twice that for an all-reduce; a
 broadcast brings a tensor once to each. With two hosts an all-reduce is one exchange between them, of the same bytes.
+Messages of one rank to one rank, and few bytes, go as they are: between hosts, and inside them apart from that.
 
 Stages name tensors by their place in one list, in which sources come first, then targets, then a scratch tensor.
 """
@@ -67,7 +68,7 @@ class Hosts:
 
 
 def stages(collective: Collective, hosts: Hosts, num_sources: int, num_targets: int) -> Stages | None:
-    """The stages of a collective of so many tensors on this rank; None where one exchange of all ranks is as good.
+    """The stages of a collective of so many tensors on this rank; None where all are one exchange of all ranks.
 
     Alike on all ranks, as the number of exchanges between hosts is, and on the ranks of a host that of those inside.
     """
@@ -83,10 +84,11 @@ def stages(collective: Collective, hosts: Hosts, num_sources: int, num_targets: 
         sent = next((span for rank, span in collective.leaving), places.get(hosts.own, _NONE))
         lengths = {rank: span[2] for rank, span in places.items()} | ({hosts.own: sent[2]} if sent[2] else {})
         if sum(lengths.values()) <= SHORT_BYTES:
-            return None
-        build.spread(places, sent, lengths)
+            build.split(collective, num_sources)
+        else:
+            build.spread(places, sent, lengths)
     else:
-        return None
+        build.split(collective, num_sources)
     return None if len(build.stages) > MOST_STAGES else Stages(tuple(build.stages), build.scratch_bytes)
 
 
@@ -174,6 +176,28 @@ class _Build:
                 for spans in (sends, receives)
             )
             self.stages.append(Stage(Collective(hosts.own_near, len(hosts.near), leaving, coming), is_near=True))
+
+    def split(self, collective: Collective, num_sources: int) -> None:
+        """Moves each message as it is, to other hosts first and then inside this one."""
+        hosts, leaving = self.hosts, collective.sends
+        coming = [(rank, _shifted(span, num_sources)) for rank, span in collective.receives]
+        far = Collective(hosts.own, hosts.size, self._far(leaving), self._far(coming))
+        self.stages.append(Stage(far))
+        size = len(hosts.near)
+        if size > 1:
+            most_spans = min(collective.most_spans, size - 1)
+            near = Collective(hosts.own_near, size, self._inside(leaving), self._inside(coming), most_spans)
+            self.stages.append(Stage(near, is_near=True))
+
+    def _far(self, spans: Iterable[PeerSpan]) -> tuple[PeerSpan, ...]:
+        """Those of other hosts, and those that stay on this rank, which it copies while messages are under way."""
+        own, near = self.hosts.own, self.hosts.near
+        return tuple((rank, span) for rank, span in spans if rank == own or rank not in near)
+
+    def _inside(self, spans: Iterable[PeerSpan]) -> tuple[PeerSpan, ...]:
+        """Those of other ranks of this host, by their numbers there."""
+        own, near = self.hosts.own, self.hosts.near
+        return tuple((near.index(rank), span) for rank, span in spans if rank != own and rank in near)
 
     def near_gather(self, pieces: Sequence[Span], own: Span) -> None:
         """A stage that moves this rank's span to all of this host, and the others' to `pieces`, by number there."""
