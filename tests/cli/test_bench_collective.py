@@ -42,7 +42,7 @@ def measured():
     """Rows of three collectives by every side, from one start of three ranks."""
     cases = (case_of("all_reduce"), case_of("all_gather_v"), case_of("gather", root=1))
     messages: list[object] = []
-    request = Request("all", cases, SIDES, iterations=6, warmup=0, breaks_down=True)
+    request = Request("all", cases, SIDES, iterations=6, warmup=0, breaks_down=True, compute_ms=1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITONDT_TRANSPORT", "sockets")  # whose steps a breakdown takes apart
         run_on_ranks(RANKS, measure_on_rank, request, on_message=messages.append)
@@ -122,7 +122,7 @@ def replayed(measured, monkeypatch):
             on_message(Starting(case))
             for row in rows_of(measured[1]):
                 if row.case.kind == case.kind and row.side in request.sides:
-                    on_message(replace(row, case=case))
+                    on_message(replace(row, case=case, overlap=row.overlap if request.compute_ms else None))
 
     monkeypatch.setattr(joined_ranks, "run_on_ranks", run_on_ranks)
     return partial(CliRunner().invoke, main)
@@ -166,7 +166,7 @@ def test_every_line_of_the_table_fits_the_terminal(measured, columns):
         Devices((device,)), {"tritondt": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.7"}, ["x " * 99]
     )
     lines += [line for row in rows for line in table.row(row)]
-    lines += table.iterations(rows) + table.parts(rows) + table.footer(rows, None)
+    lines += table.iterations(rows) + table.parts(rows) + table.overlaps(rows) + table.footer(rows, None)
     assert max(map(len, lines)) <= columns
     assert all(line.startswith("#") or line.split()[0].isdigit() for line in lines)
     # Three collectives of one size: each row of the table, and each name in it, is told from all others.
@@ -241,6 +241,28 @@ def test_the_engines_moves_are_broken_down_in_table_json_and_csv(replayed, measu
     refused = replayed([*ALL_REDUCE, "--impl", "torch", "--breakdown"])
     assert refused.exit_code == 1
     assert "--breakdown takes the moves of engine apart; --impl torch has none of them" in refused.output
+
+
+def test_calls_that_can_be_issued_are_timed_beside_a_compute(replayed, measured):
+    found = {(row.case.kind.name, row.side) for row in rows_of(measured[1]) if row.overlap is not None}
+    # Uneven parts and a gather are no operation of torch.distributed's own; the engine issues any move.
+    assert found == {("all_reduce", side) for side in ("tritondt", "engine", "torch")} | {
+        ("all_gather_v", "engine"),
+        ("gather", "engine"),
+    }
+    flags = ["--impl", "tritondt,shared-memory", "--compute-overlap", "1", "--json"]
+    ended = replayed([*ALL_REDUCE, *flags])
+    assert ended.exit_code == 0, ended.output
+    document = json.loads(ended.stdout)
+    assert document["config"]["compute_overlap_ms"] == 1
+    ours, other = document["results"]
+    assert "overlap" not in other
+    times = ours["overlap"]
+    assert all(times[name] > 0 for name in ("alone_us", "compute_us", "both_us"))
+    in_turn = times["alone_us"] + times["compute_us"]
+    assert times["share"] == pytest.approx((in_turn - times["both_us"]) / min(times["alone_us"], times["compute_us"]))
+    assert "how much of the shorter is hidden:" in ended.stderr
+    assert "overlap" not in replayed([*ALL_REDUCE, "--impl", "shared-memory"]).output
 
 
 @pytest.mark.parametrize(

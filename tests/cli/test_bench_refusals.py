@@ -82,6 +82,7 @@ REPOSITORY = Path(__file__).parents[2]
         (["-V", "8"], 2, "-V 8: kernels of one's own say how many; write --impl MODULE:FUNCTION"),
         (["-M", "1"], 2, "-M 1: memory is not reported; write -M 0, or see `plan` for a redistribution's"),
         (["--device", "cuda"], 1, "--device cuda was asked for; torch "),
+        (["--compute-overlap", "0"], 2, "0 is not in the range x>0"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_sentence(monkeypatch, options, status, sentence):

@@ -8,12 +8,12 @@ users write them. All-gather is so for "tritondt" on the CPU too. NCCL takes une
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from tritondt.cli.bench.collective.sides import Call, Run
+from tritondt.cli.bench.collective.sides import Call, NotOfferedError, Run
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -30,6 +30,37 @@ _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce
 def bind(call: Call) -> Run:
     """The function that runs a call on its group."""
     return _BINDS[call.case.kind.name](call)
+
+
+def issue(call: Call) -> Callable[[], object]:
+    """Starts a call out of place, and returns what waits for it; NotOfferedError for one with uneven parts."""
+    if call.case.kind.name not in _ISSUES:
+        raise NotOfferedError(f"{call.case.kind.name} is not issued by itself here")
+    return cast("Callable[[], object]", _ISSUES[call.case.kind.name](call).wait)
+
+
+# Calls of which torch.distributed makes one operation.
+_ISSUES: dict[str, Callable[[Call], Any]] = {
+    "all_reduce": lambda call: dist.all_reduce(call.out.copy_(call.x), _OPS[call.case.redop], call.group, True),
+    "all_gather": lambda call: _all_gather_single(call.out, call.x, call.group, async_op=True),
+    "reduce_scatter": lambda call: _reduce_scatter_single(
+        call.out, call.x, _OPS[call.case.redop], call.group, async_op=True
+    ),
+    "all_to_all": lambda call: dist.all_to_all_single(call.out, call.x, group=call.group, async_op=True),
+    "broadcast": lambda call: dist.broadcast(
+        call.out.copy_(call.x) if call.rank == call.case.root else call.out,
+        group=call.group,
+        group_src=call.case.root,
+        async_op=True,
+    ),
+    "reduce": lambda call: dist.reduce(
+        call.out.copy_(call.x),
+        op=_OPS[call.case.redop],
+        group=call.group,
+        group_dst=call.case.root,
+        async_op=True,
+    ),
+}
 
 
 def _copied_first(call: Call, run_in_place: Callable[[torch.Tensor], object]) -> Run:

@@ -119,6 +119,7 @@ def _conclude(printed: _Printed, errors: list[str], least_bandwidth: float | Non
     if printed.rows:
         printed.lines(printed.table.iterations(printed.rows))
         printed.lines(printed.table.parts(printed.rows))
+        printed.lines(printed.table.overlaps(printed.rows))
         printed.lines(printed.table.footer(printed.rows, least_bandwidth))
     for error in errors:
         num_done = len({row.case for row in printed.rows})

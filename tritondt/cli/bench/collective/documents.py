@@ -10,6 +10,7 @@ from typing import Any
 
 from tritondt.cli.bench import breakdown_report
 from tritondt.cli.bench.collective.on_rank import Devices
+from tritondt.cli.bench.collective.overlap import Overlap
 from tritondt.cli.bench.collective.record import Row, Timing, average_bus_bandwidth, num_wrong
 from tritondt.cli.bench.collective.request import Request
 from tritondt.cli.bench.collective.table import comparisons, reaches
@@ -72,6 +73,7 @@ def _config(request: Request, devices: Devices | None) -> dict[str, Any]:
         "implementations": list(request.sides),
         "device": request.device,
         "threads": request.num_threads,
+        "compute_overlap_ms": request.compute_ms or None,
         "devices": [
             {
                 "rank": one.rank,
@@ -110,9 +112,16 @@ def _result(row: Row, request: Request) -> dict[str, Any]:
     for name, timing in (("out_of_place", row.out_of_place), ("in_place", row.in_place)):
         found[name] = None if timing is None else _timing(row, timing, request)
         found[f"{name}_per_iter"] = None if timing is None else _per_iteration(timing)
+    if row.overlap is not None:
+        found["overlap"] = _overlap(row.overlap)
     if row.parts is not None:
         found["breakdown"] = _breakdown(row)
     return found
+
+
+def _overlap(found: Overlap) -> dict[str, float]:
+    times = {"alone_us": found.alone_s * _US, "compute_us": found.compute_s * _US, "both_us": found.both_s * _US}
+    return {**times, "share": found.share}
 
 
 def _breakdown(row: Row) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from tritondt.cli.bench.collective.record import Parts
 from tritondt.cli.bench.collective.sides import Call, NotOfferedError, Run
 from tritondt.cli.bench.harness import time_interleaved
 from tritondt.comm.objects import gather_objects
+from tritondt.redistribution.run import redistribute_local_async
 
 # Rounds are as many as were asked for, however long they take.
 _NO_LIMIT_S = 1e9
@@ -47,6 +48,19 @@ def move_of(call: Call) -> Move:
     source, target = (T.DTensorSpec(mesh, (placement,), meta) for placement in (before, after))
     # Ranks other than a broadcast's root hold nothing before.
     return Move(call.x[: source.local_numel].view(source.local_shape), source, target)
+
+
+def issue(call: Call) -> Callable[[], object]:
+    """Starts a call by `tritondt.redistribute`, and returns what waits for it; NotOfferedError as `move_of` does."""
+    local, source, target = move_of(call)
+    result, work = redistribute_local_async(local, source, target)
+
+    def wait() -> torch.Tensor:
+        if work is not None:
+            work.wait()
+        return result
+
+    return wait
 
 
 def bind(call: Call) -> Run:

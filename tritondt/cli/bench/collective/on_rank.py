@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from tritondt.cli.bench.breakdown import measured_peak
 from tritondt.cli.bench.collective import backends, engine, shared_memory
 from tritondt.cli.bench.collective.case import Case
 from tritondt.cli.bench.collective.data import DTYPES, expected, given, num_wrong
+from tritondt.cli.bench.collective.overlap import Issue, Overlap, overlaps
 from tritondt.cli.bench.collective.record import Parts, Row, Timing
 from tritondt.cli.bench.collective.request import Request, label
 from tritondt.cli.bench.collective.sides import ENGINE, Bind, Call, NotOfferedError, Run, backend_of, load, told_errors
@@ -149,6 +151,7 @@ def _measure(case: Case, sides: list[_Side], request: Request, peak_bytes_per_s:
     correct = expected(case, rank, request.device) if request.check else None
     found: dict[str, dict[bool, _Contestant | Timing]] = {side.name: {} for side in sides}
     parts: dict[str, Parts | None] = {}
+    beside: dict[str, Overlap] = {}
     for in_place in (False, True) if case.kind.has_in_place else (False,):
         call_of, reset = _buffers(case, rank, x, in_place, request.device)
         contestants = [_Contestant(side, call_of(side.group), reset) for side in sides]
@@ -156,11 +159,33 @@ def _measure(case: Case, sides: list[_Side], request: Request, peak_bytes_per_s:
             _check(contestant, correct, request)
             found[contestant.side.name][in_place] = contestant
         ready = [contestant for contestant in contestants if contestant.run is not None]
+        if request.compute_ms and ready and not in_place:
+            beside = _overlaps(ready, request)
         for contestant, timing in zip(ready, _time(ready, request), strict=True):
             found[contestant.side.name][in_place] = timing
             if peak_bytes_per_s is not None and contestant.side.name == ENGINE:
                 parts[ENGINE] = engine.parts(contestant.call, request.iterations, peak_bytes_per_s)
-    return [replace(_row(case, side.name, found[side.name]), parts=parts.get(side.name)) for side in sides]
+    return [
+        replace(_row(case, side.name, found[side.name]), parts=parts.get(side.name), overlap=beside.get(side.name))
+        for side in sides
+    ]
+
+
+def _overlaps(contestants: list[_Contestant], request: Request) -> dict[str, Overlap]:
+    """Overlaps with a compute, by the name of each implementation that issues the call; a collective call."""
+    issues: dict[str, Issue] = {}
+    for contestant in contestants:
+        name = contestant.side.name
+        issue = engine.issue if name == ENGINE else backends.issue if backend_of(name, request.device) else None
+        if issue is None:
+            continue
+        try:
+            issue(contestant.call)()
+        except NotOfferedError:
+            continue
+        issues[name] = partial(issue, contestant.call)
+    found = overlaps(list(issues.values()), request.compute_ms / 1e3, request.iterations) if issues else []
+    return dict(zip(issues, found, strict=True))
 
 
 def _row(case: Case, name: str, places: dict[bool, _Contestant | Timing]) -> Row:

@@ -95,6 +95,12 @@ def options(kind: Kind) -> list[Decorator]:
             "--breakdown", is_flag=True, help="Time local work and messages alone of the engine's moves, and the peak."
         ),
         click.option(
+            "--compute-overlap",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="MS",
+            help="Time each beside a compute of so many ms, too, and say what overlaps.",
+        ),
+        click.option(
             "--min-bw",
             type=click.FloatRange(min=0),
             envvar="NCCL_TESTS_MIN_BW",
@@ -141,6 +147,7 @@ class Choice:
     skew: float = 0.0
     matrix: Path | None = None
     breakdown: bool = False
+    compute_overlap: float | None = None
 
 
 def make_request(kind: Kind, num_ranks: int, choice: Choice) -> tuple[Request, list[str]]:
@@ -148,6 +155,8 @@ def make_request(kind: Kind, num_ranks: int, choice: Choice) -> tuple[Request, l
     sides, notes = implementations(choice.impl, choice.device)
     if not 0 <= choice.skew <= 1:
         raise BenchmarkError(f"--skew {choice.skew} was asked for; allowed is a number from 0 to 1")
+    if choice.compute_overlap is not None and choice.device != "cpu":
+        raise BenchmarkError("--compute-overlap computes on the CPU; allowed are tensors of the CPU (--device cpu)")
     if choice.breakdown:
         _check_breakdown(choice, sides)
     cases = [
@@ -171,6 +180,7 @@ def make_request(kind: Kind, num_ranks: int, choice: Choice) -> tuple[Request, l
         num_threads=choice.threads,
         breaks_down=choice.breakdown,
         step=_step(choice),
+        compute_ms=choice.compute_overlap or 0.0,
     )
     if request.device == "cpu":
         check_memory(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tritondt.cli.bench.breakdown import Breakdown
 from tritondt.cli.bench.collective.case import Case
+from tritondt.cli.bench.collective.overlap import Overlap
 from tritondt.cli.bench.harness import Times
 
 # -a of nccl-tests: how the mean times of the ranks become one time.
@@ -76,6 +77,7 @@ class Row:
     in_place: Timing | None
     note: str | None = None
     parts: Parts | None = None
+    overlap: Overlap | None = None
 
     @property
     def timings(self) -> dict[str, Timing]:

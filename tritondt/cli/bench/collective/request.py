@@ -14,6 +14,7 @@ class Request:
     `device` is cpu or cuda; `check` is how often each is run and compared before it is timed, `iterations` how often
     it is timed after `warmup` runs that are not. With `breaks_down`, parts of the engine's moves are timed as well.
     `step` says how one size follows from the one before: times a factor, plus a number of bytes, or not at all (None).
+    With `compute_ms`, each is issued beside a compute of so many milliseconds as well.
     """
 
     collective: str
@@ -27,6 +28,7 @@ class Request:
     num_threads: int = 1
     breaks_down: bool = False
     step: float | int | None = None
+    compute_ms: float = 0.0
 
     @property
     def step_text(self) -> str | None:

@@ -170,6 +170,25 @@ class Table:
             lines += [*said, form.format(row.case.size, *figures)]
         return lines
 
+    def overlaps(self, rows: Sequence[Row]) -> list[str]:
+        """A line for each row that was timed beside a compute; none without any."""
+        found = [row for row in rows if row.overlap is not None]
+        if not found:
+            return []
+        told = (
+            "# Out of place beside a compute (us, medians of the slowest rank), and how much of the shorter is hidden:"
+        )
+        lines = ["#", *self._wrapped([told])]
+        lines.append(
+            f"#{'size':>10}" + "".join(f"{name:>10}" for name in ("call", "compute", "both", "overlap")) + "  impl"
+        )
+        for said, row in self._told_apart(found):
+            assert row.overlap is not None, f"{row.case} has an overlap"
+            times = (row.overlap.alone_s, row.overlap.compute_s, row.overlap.both_s)
+            cells = "".join(f"{seconds * 1e6:>10.1f}" for seconds in times)
+            lines += [*said, f"#{row.case.size:>10}{cells}{row.overlap.share * 100:>9.0f}%  {label(row.side)}"]
+        return lines
+
     def _percentiles(self, row: Row, place: str, timing: Timing) -> str:
         slowest = [seconds * 1e6 for seconds in timing.slowest_s]
         values = [min(slowest), *(percentile(slowest, percent) for percent in (50, 95, 99)), max(slowest)]
