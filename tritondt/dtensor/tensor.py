@@ -37,8 +37,8 @@ from tritondt.sharding.spec_values import spec_values
 class DTensor(torch.Tensor):
     """A tensor with a global shape, of which every rank of `device_mesh` holds the part that `placements` describe.
 
-    Operators run on the parts and give distributed tensors. Made by `from_local`, `distribute_tensor` or the
-    factories (`zeros`, `randn`...), never by the constructor's arguments alone.
+    Operators run on the parts and give distributed tensors. `from_local`, `distribute_tensor` and the factories
+    (`zeros`, `randn`...) make one; the constructor's arguments alone do not.
 
     >>> import torch, tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -199,7 +199,8 @@ class DTensor(torch.Tensor):
         return work_of(self)
 
     def wait(self) -> "DTensor":
-        """The tensor itself, once its local tensor is filled; raises the redistribution's failure. Not collective."""
+        """Waits for the local tensor, and returns the tensor itself; raises the redistribution's failure. Not
+        collective."""
         _ = self._local_tensor
         return self
 
@@ -259,7 +260,8 @@ class DTensor(torch.Tensor):
         return DTensor(*as_replicated(plain, self._spec.mesh))
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> "DTensor":
-        """The tensor itself where it and this rank's part lie in memory as asked, a copy otherwise. Not collective."""
+        """Returns the tensor itself if it and this rank's part are contiguous in the requested memory format, else a
+        copy. Not collective."""
         found = cast(DTensor, _CONTIGUOUS(self, memory_format=memory_format))
         if found is not self or work_of(self) is not None:  # what is being received lies in order
             return found

@@ -5,8 +5,9 @@
     parallelize_module(model, mesh, plan)
 
 Parameters become distributed tensors; a forward pass runs on local ones and communicates where a module begins or ends.
-With `overlap=True` a column- or row-wise nn.Linear between parts of a sequence multiplies while the rest travels, as
-`all_gather_matmul` and `matmul_reduce_scatter` do by themselves. torch.compile makes graphs of what lies between.
+With `overlap=True` a column- or row-wise nn.Linear multiplies parts of a sequence while the rest travels;
+`all_gather_matmul` and `matmul_reduce_scatter` do the same as functions. torch.compile makes graphs of the code between
+messages.
 """
 
 import importlib

@@ -17,20 +17,19 @@ from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 
 
 class KeyValueParallel(WeightStyle):
-    """Style of an nn.Linear to key or value heads, of which each rank gets those that its query heads attend to.
+    """Style of an nn.Linear to key or value heads that gives each rank the heads its queries attend to.
 
-    `unit` is the number of features of a head. With fewer heads than ranks the ranks are divided into as many groups,
-    runs of the mesh: the ranks of a group cut the features of their head, each projects its own, and they exchange
-    them, so that the head is on all of them and its weight on none twice. The gradient of a head is summed over its
-    group. With as many heads as ranks or more each rank has whole heads, and nothing is exchanged. Queries are cut to
-    fit by `ColwiseParallel(unit=unit, groups=NUMBER)`, the output's projection by `RowwiseParallel(...)` alike, where
-    NUMBER is that of key heads: 6 heads of 2 key heads over 4 ranks are 2, 1, 2 and 1, with one key head each. How many
-    queries share a key head on a rank follows from the shapes there, as `enable_gqa` of scaled_dot_product_attention
-    takes it.
+    `unit` is the number of features of a head. With fewer heads than ranks, each head belongs to a group of neighboring
+    ranks. They cut its features, each rank projects its own, and they exchange the results. All of them then have the
+    head, and its weight is stored once. The gradient of a head is summed over its group. With at least as many heads as
+    ranks, each rank has whole heads, and nothing is exchanged. `ColwiseParallel(unit=unit, groups=NUMBER)` cuts the
+    queries to match, and `RowwiseParallel(...)` the output's projection, where NUMBER is the number of key heads: 6
+    heads of 2 key heads over 4 ranks are 2, 1, 2 and 1, with one key head each. The shapes on a rank determine how many
+    queries share a key head there, as `enable_gqa` of scaled_dot_product_attention expects.
 
-    The input is taken for `input_layouts` where it is plain (default: Replicate) and comes in whole; the output is a
-    plain local tensor. Every forward may be a collective call of the mesh. Raises ParallelizeError for another module,
-    and for features that are no whole heads.
+    A plain input counts as `input_layouts` (default: Replicate) and is gathered; the output is a plain local tensor.
+    Every forward may be a collective call of the mesh. Raises ParallelizeError for another module, and for features
+    that are not whole heads.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.parallel.parallelize import parallelize_module

@@ -94,11 +94,11 @@ def _listed(layouts: Layouts, what: str) -> tuple[Placement | None, ...]:
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Style that redistributes the inputs of a module to the layouts that its inside needs.
+    """Style that redistributes a module's inputs to the layouts that it needs.
 
-    Plain tensors are taken for parts under `input_layouts`, one for each positional argument, None for one that is left
-    as it is, and go in under `desired_input_layouts`; arguments by name likewise. The inside gets distributed tensors,
-    or local ones with `use_local_output`. Every forward is then a collective call. Raises ParallelizeError where the
+    Plain tensors count as parts under `input_layouts`, with one entry per positional argument (None leaves it alone),
+    and are redistributed to `desired_input_layouts`; named arguments likewise. The module gets distributed tensors, or
+    local ones with `use_local_output`. Every forward is then a collective call. Raises ParallelizeError where the
     numbers of layouts differ. Source: torch.distributed.tensor.parallel.PrepareModuleInput.
 
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -171,10 +171,10 @@ class _InputHook:
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Style that redistributes the outputs of a module to the layouts that its surroundings need.
+    """Style that redistributes a module's outputs to the layouts that its callers need.
 
-    Plain outputs are taken for parts under `output_layouts`, one for each, None for one that is left as it is, and go
-    out under `desired_output_layouts`, as local tensors unless `use_local_output=False`. Every forward is then a
+    Plain outputs count as parts under `output_layouts`, with one entry each (None leaves it alone), and are
+    redistributed to `desired_output_layouts`, as local tensors unless `use_local_output=False`. Every forward is then a
     collective call. Raises ParallelizeError where the numbers of layouts differ. Source:
     torch.distributed.tensor.parallel.PrepareModuleOutput.
 
@@ -229,7 +229,7 @@ class PrepareModuleInputOutput(ParallelStyle):
     """Style of PrepareModuleInput and PrepareModuleOutput in one.
 
     Arguments are those of the two; `use_local_input` is `use_local_output` of PrepareModuleInput. Every forward is then
-    a collective call. Raises ParallelizeError as the two do. Source:
+    a collective call. Raises ParallelizeError like both of them. Source:
     torch.distributed.tensor.parallel.PrepareModuleInputOutput.
 
     >>> from tritondt.comm.transports.threads import run_ranks

@@ -16,14 +16,14 @@ from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 
 
 class ReplicateParallel(WeightStyle):
-    """Style for everything else: parameters are replicated, and each rank runs the module on what it has.
+    """Style for all other modules: parameters are replicated, and each rank runs the module on its own activations.
 
-    With `input_layouts` Shard(dim) ranks have parts of the activations, so that gradients of the parameters are terms,
-    and are summed; with Replicate (the default) ranks have all of them, and gradients are equal. A plain input of the
-    module is taken for this, a distributed one is brought to it; layers inside get what the module's forward gives
-    them, and those that a plan has laid out otherwise before stay so. Outputs are local, unless
-    `use_local_output=False`, which takes the cut dim for that of the input. With Shard backward is a collective call.
-    Raises ParallelizeError for a placement that is neither.
+    With `input_layouts` Shard(dim) ranks have parts of the activations, so gradients of the parameters are terms, which
+    are summed. With Replicate (the default) ranks have all activations, and gradients are equal. A plain input counts
+    as this layout, and a distributed one is redistributed to it. Inner layers get the tensors that the module's forward
+    passes; those that an earlier plan laid out keep their layout. Outputs are local unless `use_local_output=False`;
+    distributed outputs are cut along the input's dim. With Shard backward is a collective call. Raises ParallelizeError
+    for any other placement.
 
     >>> import torch
     >>> from tritondt.comm.transports.threads import run_ranks

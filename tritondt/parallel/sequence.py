@@ -24,11 +24,11 @@ _BY_POSITION: tuple[type[nn.Module], ...] = (
 class SequenceParallel(WeightStyle):
     """Style that runs a layer on this rank's part of the sequence, dim `sequence_dim` of its input and output.
 
-    For layers that treat every position by itself: norms, dropout, activations, nn.Linear, nn.Embedding, and layers of
-    your own without layers inside. A plain input is taken for this rank's part of equally long ones; the output is
-    distributed unless `use_local_output`. The gradients of the parameters, terms on every rank, are summed before hooks
-    see them, which makes backward a collective call. Raises ParallelizeError for any other layer, and in forward where
-    the layer normalizes over `sequence_dim`. Source: torch.distributed.tensor.parallel.SequenceParallel.
+    It is for layers that treat every position separately: norms, dropout, activations, nn.Linear, nn.Embedding, and
+    layers of your own without inner layers. A plain input counts as this rank's part of equally long ones; the output
+    is distributed unless `use_local_output`. The parameters' gradients, which are terms, are summed before hooks see
+    them, so backward is a collective call. Raises ParallelizeError for any other layer, and in forward where the layer
+    normalizes over `sequence_dim`. Source: torch.distributed.tensor.parallel.SequenceParallel.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.parallel.parallelize import parallelize_module

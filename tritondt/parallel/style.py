@@ -18,11 +18,11 @@ _STYLES = "_tritondt_parallel_styles"
 
 
 class ParallelStyle(ABC):
-    """Base of the styles: the way in which one module is laid over a mesh axis, which a subclass defines in `_apply`.
+    """Base class of styles: a subclass lays one module out over a mesh axis in its `_apply`.
 
-    `src_data_rank` is set by `parallelize_module`: the mesh rank whose values of a parameter count, None for every
-    rank's own. `_apply(module, device_mesh)` changes the module in place, or returns one in place of it, and is called
-    on all ranks of the mesh. Source: torch.distributed.tensor.parallel.ParallelStyle.
+    `parallelize_module` sets `src_data_rank`: the mesh rank whose values of a parameter count, or None for every rank's
+    own. `_apply(module, device_mesh)` changes the module in place or returns a replacement; all ranks of the mesh call
+    it. Source: torch.distributed.tensor.parallel.ParallelStyle.
 
     >>> class Frozen(ParallelStyle):
     ...     def _apply(self, module, device_mesh):

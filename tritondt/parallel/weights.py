@@ -44,18 +44,18 @@ class WeightStyle(ParallelStyle):
 class ColwiseParallel(WeightStyle):
     """Style that cuts the output features of an nn.Linear, or the features of an nn.Embedding.
 
-    The input is taken for `input_layouts` where it is plain (default: Replicate) and comes in whole; the output goes
-    out as `output_layouts` (default: sharded on its last dim), as a plain local tensor unless `use_local_output=False`.
-    `unit` is the number of features that stay together: 6 heads over 4 ranks with `unit=head_dim` are 2, 2, 2 and 0,
-    with `balanced=True` 2, 2, 1 and 1. `sizes` are the numbers of features, one per rank, in place of both. `repeats`
-    is the number of equal blocks that are each cut so: 3 for queries, keys and values in one matrix. `groups` is the
-    number of equal blocks of which no rank has parts of two, as query heads that share a key head (`KeyValueParallel`).
-    With `transposed` the module is one whose weight is (input, output) features, in place of nn.Linear's (output,
-    input), as Conv1D of transformers' GPT-2. Every forward may be a collective call of the mesh.
+    A plain input counts as `input_layouts` (default: Replicate) and is gathered. The output has `output_layouts`
+    (default: sharded on its last dim), as a plain local tensor unless `use_local_output=False`. `unit` is the number of
+    features that stay together: 6 heads over 4 ranks with `unit=head_dim` are 2, 2, 2 and 0, with `balanced=True` 2, 2,
+    1 and 1. `sizes` lists the features of each rank instead of both. `repeats` is the number of equal blocks that are
+    each cut this way: 3 for queries, keys and values in one matrix. `groups` is the number of equal blocks; no rank
+    gets parts of two, such as query heads that share a key head (`KeyValueParallel`). `transposed` is for modules whose
+    weight is (input, output) features instead of nn.Linear's (output, input), such as Conv1D of transformers' GPT-2.
+    Every forward may be a collective call of the mesh.
 
-    With `overlap` an nn.Linear whose input comes sharded on a dim before the last multiplies what is there while the
-    rest is gathered (`all_gather_matmul`); a subclass with a forward of its own, and any other input, as without. Nor
-    does anything overlap where the cost table says that it hides nothing, as between processes of one host.
+    With `overlap` an nn.Linear whose input is sharded on a dim before the last multiplies the chunks that have arrived
+    while the rest is gathered (`all_gather_matmul`). A subclass with its own forward, and any other input, run without
+    overlap. Nothing overlaps where the cost table predicts no gain, as between processes of one host.
 
     Raises ParallelizeError for another kind of module or placement. Source:
     torch.distributed.tensor.parallel.ColwiseParallel.
@@ -117,14 +117,14 @@ class RowwiseParallel(WeightStyle):
     """Style that cuts the input features of an nn.Linear, or the vocabulary of an nn.Embedding; the ranks' terms are
     summed.
 
-    The input is taken for `input_layouts` where it is plain (default: sharded on its last dim; an embedding's indices:
-    Replicate); the output goes out as `output_layouts` (default: Replicate; Shard(1) for a sequence), as a plain local
-    tensor unless `use_local_output=False`. `unit` is the number of features, or rows, that stay together; `sizes`,
-    `balanced`, `groups` and `transposed` are those of ColwiseParallel. Every forward is a collective call of the mesh.
+    A plain input counts as `input_layouts` (default: sharded on its last dim; for an embedding's indices Replicate).
+    The output has `output_layouts` (default: Replicate; Shard(1) for a sequence), as a plain local tensor unless
+    `use_local_output=False`. `unit` is the number of features, or rows, that stay together; `sizes`, `balanced`,
+    `groups` and `transposed` are those of ColwiseParallel. Every forward is a collective call of the mesh.
 
-    With `overlap` an nn.Linear whose output goes out sharded on a dim before the last sends each part while it computes
-    the next (`matmul_reduce_scatter`); a subclass with a forward of its own, and any other output, as without. Nor does
-    anything overlap where the cost table says that it hides nothing, as between processes of one host.
+    With `overlap` an nn.Linear whose output is sharded on a dim before the last sends each part while it computes the
+    next (`matmul_reduce_scatter`). A subclass with its own forward, and any other output, run without overlap. Nothing
+    overlaps where the cost table predicts no gain, as between processes of one host.
 
     Raises ParallelizeError for another kind of module or placement. Source:
     torch.distributed.tensor.parallel.RowwiseParallel.

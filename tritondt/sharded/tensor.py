@@ -142,7 +142,7 @@ class ShardedTensor(torch.Tensor):
         return made
 
     def metadata(self) -> ShardedTensorMetadata:
-        """Metadata of the whole tensor, alike on all ranks."""
+        """Metadata of the whole tensor, the same on all ranks."""
         return self._metadata
 
     def sharding_spec(self) -> ShardingSpec:

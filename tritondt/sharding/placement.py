@@ -231,7 +231,7 @@ class Shard(Placement):
         return Shard(self.dim, max(self.unit * inner, 1), sizes, self.repeats * outer)
 
     def divided(self, inner: int) -> "Shard | None":
-        """The cut of a dim each of whose indices is `inner` of this cut's; None where a piece ends inside of one.
+        """The cut of a dim whose every index is `inner` indices of this dim; None where a piece ends inside one.
 
         Without sizes and blocks pieces end where their units do, whose lengths the caller must know to be multiples.
 

@@ -200,7 +200,7 @@ class DTensorSpec(DimMaps):
 
     @property
     def device_mesh(self) -> "DeviceMesh | Mesh":
-        """Mesh that the spec was given: torch's DeviceMesh where there is one."""
+        """Mesh passed to the spec: torch's DeviceMesh where there is one."""
         return self.mesh.device_mesh or self.mesh
 
     @property

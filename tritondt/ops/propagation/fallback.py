@@ -73,7 +73,7 @@ class Fallback:
     def set(self, mode: Mode) -> "RestoreMode":
         """Sets the mode, "raise" or "replicate", for the process; used with `with`, until the end of the block.
 
-        A rank that is a thread of a process with others sets its own mode only.
+        A rank that is a thread sets only its own mode.
 
         In mode "raise", the default, an operator without a strategy raises PropagationError; in mode "replicate" its
         arguments are gathered first, with one warning per operator. Not collective, but all ranks must set the mode

@@ -95,9 +95,9 @@ class ShardingPropagator:
         """Registers the ways to shard `op` over one axis (a list of AxisStrategy) or over all axes (an OpStrategy).
 
         `strategy` takes an OpSchema with an OpStrategy in `args_schema` for each tensor and a TupleStrategy for each
-        list of them, as torch's do; `args_spec` has their specs. `localize` gives the function of local tensors where
-        that is not `op` itself; see RuntimeSchemaInfo for `schema_info`. Not collective, but all ranks must register
-        alike. Raises PropagationError where a user has already registered a function for `op`.
+        list of tensors, like torch's strategies; `args_spec` has their specs. `localize` returns the function for local
+        tensors where that is not `op` itself; see RuntimeSchemaInfo for `schema_info`. Not collective, but all ranks
+        must register alike. Raises PropagationError where a user has already registered a function for `op`.
 
         >>> import torch, tritondt as T
         >>> from tritondt.ops import AxisStrategy, propagator, register_op_strategy

@@ -22,9 +22,9 @@ LocalOp: TypeAlias = Callable[..., Any]
 class RuntimeSchemaInfo(NamedTuple):
     """Arguments that decide an operator's placements besides its tensors.
 
-    Positional arguments from `static_argnum` on, and keyword arguments, are told apart by value; earlier ones by
-    type only, which keeps a learning rate that changes every step from filling the cache. `needs_pytree` says
-    that an argument is a list of tensors.
+    Positional arguments from `static_argnum` on, and keyword arguments, are distinguished by value, earlier ones only
+    by type. A learning rate that changes every step therefore does not fill the cache. `needs_pytree` marks an operator
+    with a list of tensors among its arguments.
     """
 
     static_argnum: int = 0
@@ -71,15 +71,15 @@ class OpSchema:
 
     @property
     def args_strategy(self) -> tuple[OpStrategy, ...]:
-        """The one way in which each tensor argument comes, those in lists and named ones left out.
+        """The strategy of each tensor argument, without those in lists and named ones.
 
-        A `schema_info` with `needs_pytree` asks for those in lists too.
+        A `schema_info` with `needs_pytree` includes those in lists.
         """
         return tuple(map(_as_it_comes, self._specs_beside(self.args_schema)))
 
     @property
     def kwargs_strategy(self) -> tuple[OpStrategy, ...]:
-        """The one way in which each named tensor argument comes, those in lists left out as in `args_strategy`."""
+        """The strategy of each named tensor argument, without those in lists as in `args_strategy`."""
         return tuple(map(_as_it_comes, self._specs_beside(tuple(self.kwargs_schema.values()))))
 
     def _specs_beside(self, arguments: tuple[Any, ...]) -> Iterator[DTensorSpec]:
@@ -88,7 +88,8 @@ class OpSchema:
         return specs_in(arguments)
 
     def with_strategies(self, schema_info: RuntimeSchemaInfo | None = None) -> "OpSchema":
-        """The call as torch's strategy functions are given it: an OpStrategy for a tensor, a TupleStrategy for a list.
+        """The call in the form of torch's strategy functions: an OpStrategy for each tensor, a TupleStrategy for each
+        list.
 
         A list that holds anything besides tensors stays a list.
         """
@@ -97,7 +98,7 @@ class OpSchema:
         return OpSchema(self.op, args, kwargs, schema_info or self.schema_info, found_metas=self.found_metas)
 
     def with_specs_alone(self) -> "OpSchema":
-        """The call with a DTensorSpec for each tensor, where it may have come with strategies."""
+        """The call with a DTensorSpec for each tensor instead of strategies."""
         given = (*self.args_schema, *self.kwargs_schema.values())
         if not any(isinstance(item, OpStrategy | TupleStrategy | list | tuple) for item in given):
             return self
@@ -249,15 +250,15 @@ class AxisStrategy(NamedTuple):
 class OutputSharding:
     """The decision of propagation about a call.
 
-    `input_specs` are the specs that the tensor arguments must have, None where they have them already; `local`
-    replaces the operator on local tensors where it needs local sizes or offsets. `copies_view` says that the
-    outputs are views that had to move: copies, which are to be copied again when the first argument is written to.
-    `data_dependent` says that only the values tell the outputs' shapes: without specs, every tensor among them is
-    whole on every rank. `is_viewed` says that `local` views the local tensor as the output's local shape, which its
-    strides may not allow. `refusal` says why the call is refused, unless the fallback lets it run as decided.
+    `input_specs` are the required specs of the tensor arguments, None if they have them already. `local` replaces the
+    operator on local tensors where it needs local sizes or offsets. `copies_view` marks outputs that are copied views,
+    which are copied again after a write to the first argument. `data_dependent` marks outputs whose shapes depend on
+    values: without specs, every tensor among them is whole on every rank. `is_viewed` marks a `local` that views the
+    local tensor as the output's local shape, which its strides may not allow. `refusal` is the reason why the call is
+    refused, unless the fallback lets it run as decided.
 
-    `redistribute_schema` says the same as `input_specs` by a whole call, from which a rule may have its values taken
-    too: `use_val_from_redistribute_schema`. A rule that gives it without `output_spec` is asked about that call next.
+    `redistribute_schema` gives `input_specs` as a whole call, whose values a rule may also use:
+    `use_val_from_redistribute_schema`. A rule that returns it without `output_spec` is asked about that call next.
     """
 
     output_spec: OutputSpecs

@@ -73,7 +73,7 @@ OpSpec = PlacementStrategy
 
 @dataclass(frozen=True, slots=True)
 class OpStrategy:
-    """The ways that a strategy function offers, over all axes at once."""
+    """The choices of a strategy function, over all axes at once."""
 
     strategies: Sequence[PlacementStrategy]
 

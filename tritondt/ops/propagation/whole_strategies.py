@@ -19,8 +19,8 @@ from tritondt.sharding.spec import DTensorSpec, TensorMeta
 def generate_redistribute_costs(src_strategy: OpStrategy, dst_spec: DTensorSpec) -> list[float]:
     """Bytes that a rank receives at most from each of an argument's strategies to `dst_spec`; inf for another mesh.
 
-    A `dst_spec` without TensorMeta is of the argument's tensor. Pure: nothing is sent. LayoutError for placements that
-    the tensor cannot have. Source: torch.distributed.tensor._ops.utils.generate_redistribute_costs.
+    A `dst_spec` without TensorMeta describes the argument's tensor. Pure: nothing is sent. LayoutError for placements
+    that the tensor cannot have. Source: torch.distributed.tensor._ops.utils.generate_redistribute_costs.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -53,16 +53,17 @@ def expand_to_full_mesh_op_strategy(
     inplace_op: bool = False,
     is_valid_strategy_cb: Callable[[list[DTensorSpec], OutputSpecs], bool] | None = None,
 ) -> OpStrategy:
-    """All combinations over the axes of `mesh` of strategies that are given for one axis, with the bytes they move.
+    """Combines strategies for one axis over all axes of `mesh`, with the bytes that each combination moves.
 
-    A strategy for one axis lists the placements of the operator's results, `input_index` of them, None for what is no
-    tensor, and then those of all its tensor arguments. Combinations that the arguments cannot have are left out; with
-    `inplace_op` those that move the first argument or place the result elsewhere, and with `is_valid_strategy_cb` those
-    of whose argument and result specs it says False. `output_tensor_meta` may be left out: propagation knows the
-    results. Their number grows as a power of the axes; a list of AxisStrategy does without them.
+    A strategy for one axis lists the placements of the operator's results, `input_index` of them (None for results that
+    are not tensors), and then those of all its tensor arguments. Combinations that the arguments cannot have are
+    dropped. With `inplace_op` so are those that move the first argument or place the result elsewhere; with
+    `is_valid_strategy_cb` so are those for whose argument and result specs it returns False. `output_tensor_meta` is
+    optional, because propagation knows the results. The number of combinations grows as a power of the axes; a list of
+    AxisStrategy avoids that.
 
-    Pure: nothing is sent. PropagationError for other numbers of placements than arguments, and where nothing is left.
-    Source: torch.distributed.tensor._ops.utils.expand_to_full_mesh_op_strategy.
+    Pure: nothing is sent. Raises PropagationError where the numbers of placements and arguments differ, and where no
+    combination is left. Source: torch.distributed.tensor._ops.utils.expand_to_full_mesh_op_strategy.
 
     >>> import torch, tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

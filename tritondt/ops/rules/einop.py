@@ -56,12 +56,12 @@ def einop_rule(
     linearity: bool = False,
     enforce_sharding: Mapping[str, int] | None = None,
 ) -> OutputSharding:
-    """The decision about an operator that is an einsum of its tensors, as `equation` says.
+    """Decides about an operator that is an einsum of its tensors, given by `equation`.
 
-    Per mesh axis one letter is sharded, that whose arguments take the fewest bytes to move; an argument sharded
-    otherwise moves. `linearity` lets pending sums of all arguments pass. `enforce_sharding` gives letters the axis that
-    must shard them, or -1 for none, for operators that write into a tensor. Pure: nothing is sent. Raises
-    PropagationError where the equation cannot be read or nothing fits.
+    One letter is sharded per mesh axis: the one whose arguments take the fewest bytes to move. Arguments that are
+    sharded otherwise move. With `linearity`, pending sums of all arguments pass through. `enforce_sharding` gives
+    letters the axis that must shard them, or -1 for none, for operators that write into a tensor. Pure: nothing is
+    sent. Raises PropagationError where the equation cannot be read or nothing fits.
 
     >>> import torch, tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

@@ -79,12 +79,12 @@ def context_parallel_flex_attention(
 ) -> torch.Tensor:
     """flex_attention of this rank's queries over all keys of a sequence that is cut over ranks.
 
-    Shapes are those of `ring_attention`, and so are `length`, `key_length` and `balanced`. `score_mod` gets positions
-    in the whole sequence; `block_mask` comes from `context_parallel_block_mask`, for the same lengths. `options` are
-    torch's: scale, enable_gqa, kernel_options. One exchange gathers keys and values, and one sums and cuts their
-    gradients; every rank holds all keys meanwhile. A collective call of all ranks of the mesh of one axis, forward and
-    backward. Raises LocalTensorError for parts of other shapes, and MeshError. Source: Dong et al., Flex Attention
-    (2024), https://arxiv.org/abs/2412.05496.
+    Shapes, `length`, `key_length` and `balanced` are those of `ring_attention`. `score_mod` gets positions in the whole
+    sequence; `block_mask` comes from `context_parallel_block_mask`, for the same lengths. `options` are torch's: scale,
+    enable_gqa, kernel_options. One exchange gathers keys and values, and one sums and cuts their gradients; every rank
+    holds all keys meanwhile. A collective call of all ranks of the mesh of one axis, forward and backward. Raises
+    LocalTensorError for parts of other shapes, and MeshError. Source: Dong et al., Flex Attention (2024),
+    https://arxiv.org/abs/2412.05496.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.parallel.context.sequence_cut import context_parallel_shard

@@ -72,7 +72,8 @@ def axis_mesh(device_mesh: "DeviceMesh | Mesh", what: str) -> tuple[Mesh, int]:
 def context_parallel_shard(
     tensor: torch.Tensor, device_mesh: "DeviceMesh | Mesh", dim: int, *, balanced: bool = False
 ) -> torch.Tensor:
-    """This rank's positions of a tensor that every rank has whole, along `dim`; differentiable, and not collective.
+    """Returns this rank's positions, along `dim`, of a tensor that every rank has whole; differentiable, and not
+    collective.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> run_ranks(2, lambda rank: context_parallel_shard(torch.arange(8), Mesh((2,)), 0, balanced=True).tolist())

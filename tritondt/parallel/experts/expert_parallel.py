@@ -26,17 +26,18 @@ _DISPATCHED = "_tritondt_dispatched"
 
 
 class ExpertParallel(WeightStyle):
-    """Style of a layer of experts, each of which is on one rank, together with its tokens.
+    """Style of a layer of experts; each expert is on one rank, which computes all its tokens.
 
     The module's parameters have the experts as their first dim. Its forward takes this rank's tokens in one of two
-    ways, and gives a row for each. `forward(tokens, num_tokens_per_expert)` has them sorted by expert, as
-    torch._grouped_mm wants them. `forward(tokens, indices, weights)` has the numbers (tokens, choices) of their experts
-    and factors of their results, which are added up. Tokens are plain tensors, each on one rank, any number of them on
-    each, none too; they go to their experts in one all-to-all and come back in another, so do gradients, and the
-    forward runs on those of this rank's experts alone, whose numbers start at 0. Where none arrive it is left out.
+    ways, and returns one row for each. `forward(tokens, num_tokens_per_expert)` takes them sorted by expert, as
+    torch._grouped_mm does. `forward(tokens, indices, weights)` takes the numbers of their experts, (tokens, choices),
+    and the factors with which the results are summed. Tokens are plain tensors, each on one rank; a rank may have any
+    number of them, or none. They travel to their experts in one all-to-all and return in another, and so do gradients.
+    The forward runs on the tokens of this rank's experts alone, whose numbers start at 0. It is skipped where no tokens
+    arrive.
 
-    Experts are on ranks evenly, the first ranks one more where they do not divide (6 over 4: 2, 2, 1 and 1), or as many
-    as `sizes` has for each. Gradients of experts are sums over the tokens of all ranks. Every forward is a collective
+    Ranks have equal numbers of experts, the first ranks one more where they do not divide (6 over 4: 2, 2, 1 and 1), or
+    as many as `sizes` lists. Gradients of experts are sums over the tokens of all ranks. Every forward is a collective
     call of the mesh. Raises ParallelizeError for parameters of different numbers of experts.
 
     >>> from tritondt.comm.transports.threads import run_ranks

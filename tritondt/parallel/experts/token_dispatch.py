@@ -22,7 +22,7 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class DispatchedTokens:
-    """Tokens of this rank's experts, and how they go back.
+    """Tokens of this rank's experts, with the information for their way back.
 
     `tokens` are rows of all ranks sorted by expert, and for one expert by rank; `num_tokens_per_expert` has a count for
     each expert of this rank.
