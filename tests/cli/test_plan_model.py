@@ -75,6 +75,7 @@ def test_refusals(arguments: tuple[str, ...], sentence: str):
     assert sentence in " ".join(found.output.replace("│", " ").split()), found.output
 
 
+@pytest.mark.extended
 def test_a_configuration_of_transformers_takes_no_weights(tmp_path: Path):
     pytest.importorskip("transformers")
     fields = {

@@ -154,6 +154,7 @@ def test_parameters_that_code_reads_between_layers_are_not_cut_through():
     assert styles(plan)["twice"].endswith("output_layouts=Replicate())")
 
 
+@pytest.mark.extended
 def test_linear_layers_in_a_row_are_paired_once_each():
     plan = check(Pictures, by_pictures, {"tp": 2}, objective="memory")
     found = styles(plan)
