@@ -9,6 +9,7 @@ import tritondt as T
 from tests.ops.sharded import Case, check, distribute
 from tritondt import events
 from tritondt.comm.transports.threads import run_ranks
+from tritondt.debug import CommDebugMode
 
 GENERATOR = torch.Generator().manual_seed(3)
 
@@ -313,3 +314,50 @@ def test_clipping_gradients_by_their_norm(order):
             torch.testing.assert_close(whole(parameter.grad), of_one.grad)
 
     run_ranks(4, body)
+
+
+EXTREMES = {
+    "argmax": lambda x: x.argmax(1),
+    "argmin, dims kept": lambda x: x.argmin(0, keepdim=True),
+    "argmax of all": lambda x: x.argmax(),
+    "argmin of all, dims kept": lambda x: x.argmin(keepdim=True),
+    "max": lambda x: x.max(1),
+    "min, dims kept": lambda x: x.min(0, keepdim=True),
+}
+
+
+def _with_nan(x: torch.Tensor) -> torch.Tensor:
+    return x.index_fill(0, torch.tensor([2]), float("nan")).index_fill(1, torch.tensor([5]), float("inf"))
+
+
+@pytest.mark.in_core(2)
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extremes_over_cut_dims_and_where_they_are(name):
+    """Ties go to the first of them, NaN is the extreme, and ranks may have nothing."""
+    function, whole_numbers = EXTREMES[name], torch.arange(7 * 9).reshape(7, 9) * 5 % 11
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+    given = [_with_nan(whole_numbers.double()), *map(whole_numbers.to, dtypes), torch.full((7, 9), float("-inf"))]
+
+    def body(rank):
+        mesh, found = T.Mesh((4,)), []
+        for x in given:
+            for placement in ("S0", "S1", "S1(sizes=0/4/0/5)", "S1(block=2)"):
+                results = function(distribute(x, mesh, placement))
+                found.append([whole(item) for item in ([results] if isinstance(results, T.DTensor) else results)])
+        return found
+
+    for found in run_ranks(4, body):
+        for place, results in enumerate(found):
+            expected = function(given[place // 4])
+            expected = [expected] if isinstance(expected, torch.Tensor) else list(expected)
+            torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_places_of_extremes_take_two_numbers_a_row():
+    def body(rank):
+        x = distribute(torch.arange(4000.0).reshape(4, 1000), T.Mesh((2,)), "S1")
+        with CommDebugMode() as counted:
+            x.argmax(-1)
+        return counted.get_sent_bytes()
+
+    assert run_ranks(2, body) == [4 * (4 + 8)] * 2

@@ -14,6 +14,7 @@ from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.ops.rules.reductions import (
     accumulation_dtype,
+    check_rows_have_elements,
     completion,
     is_sharded,
     largest_and_sum,
@@ -21,6 +22,7 @@ from tritondt.ops.rules.reductions import (
     rows,
     whole,
 )
+from tritondt.redistribution.compiled_step import identity_element
 from tritondt.sharding.placement import Partial, ReduceOp, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec
 
@@ -93,6 +95,62 @@ def _local_norm(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 def norms(schema: OpSchema) -> list[AxisStrategy]:
     """Norms are replicated over sharded dims: a root of pending terms is none, and the gradient needs the norm."""
     return _completed(schema)
+
+
+_LARGEST = frozenset({aten.max.dim, aten.argmax.default})
+_WITH_VALUES = frozenset({aten.max.dim, aten.min.dim})
+_LAST_PLACE = torch.iinfo(torch.int64).max
+
+
+def _local_extreme(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
+    """The extreme of all ranks' extremes, and the first place that has it."""
+    (spec,) = schema.args_spec
+    dims, keepdim = reduced(schema)
+    if not is_sharded(spec, dims):
+        return None
+    op, coordinate = schema.op, spec.coordinate
+    assert coordinate is not None, "only ranks of the mesh run operators"
+    # Numbers that the engine reduces; order and equality of truth values are those of 0 and 1.
+    dtype = torch.uint8 if spec.dtype is torch.bool else spec.dtype
+    reduce_op: ReduceOp = "max" if op in _LARGEST else "min"
+    complete, first = completion(spec, dims, reduce_op, dtype), completion(spec, dims, "min", torch.int64)
+    held = [spec.layout.intervals(dim, coordinate) for dim in dims]
+    counts, lengths = [spec.local_shape[dim] for dim in dims], [spec.shape[dim] for dim in dims]
+    kept = [1 if dim in dims else length for dim, length in enumerate(spec.local_shape)]
+
+    def place(at: torch.Tensor) -> torch.Tensor:
+        """Places among all elements of those at places among this rank's, both row-major."""
+        found = torch.zeros_like(at)
+        for number, intervals in enumerate(held):
+            indices = torch.cat([torch.arange(start, stop, device=at.device) for start, stop in intervals])
+            found += indices[at // prod(counts[number + 1 :]) % counts[number]] * prod(lengths[number + 1 :])
+        return found
+
+    def own(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not prod(counts):
+            nothing = x.sum(dims, keepdim=True, dtype=dtype)  # of the input as on the other ranks, for like graphs
+            value = nothing.masked_fill(nothing == 0, identity_element(reduce_op, dtype))
+            return value, torch.full_like(value, _LAST_PLACE, dtype=torch.int64)
+        rows = x.reshape(*x.shape[: dims[0]], prod(counts), *x.shape[dims[-1] + 1 :])
+        at = op(rows, dims[0], True)[1] if op in _WITH_VALUES else op(rows, dims[0], True)
+        return rows.gather(dims[0], at).reshape(kept).to(dtype), place(at).reshape(kept)
+
+    def extreme(x: torch.Tensor, *_: Any, **__: Any) -> Any:
+        value, at = own(x)
+        found = complete(value)
+        # NaN is the extreme of whatever it is among, and equals nothing.
+        has_it = (value == found) | (value != value)
+        places = _shaped(first(at.masked_fill(~has_it, _LAST_PLACE)), dims, keepdim, torch.int64)
+        return (_shaped(found, dims, keepdim, spec.dtype), places) if op in _WITH_VALUES else places
+
+    return extreme
+
+
+@strategy_of([aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default], localize=_local_extreme)
+def extremes_with_places(schema: OpSchema) -> list[AxisStrategy]:
+    """Places are replicated over a sharded dim: two numbers a row from every rank, never the rows."""
+    check_rows_have_elements(schema, reduced(schema)[0])
+    return _completed(schema, len(schema.op._schema.returns))
 
 
 def _local_variance(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:

@@ -27,7 +27,6 @@ from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.ops.rules.reductions import (
     accumulation_dtype,
-    check_rows_have_elements,
     is_sharded,
     reduced,
     reduced_dims,
@@ -102,11 +101,9 @@ def pending(schema: OpSchema) -> list[AxisStrategy]:
 
 
 _NEEDS_WHOLE_ROWS = [
-    *(aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default),
     *(aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default),
     *(aten.sort.default, aten.sort.stable, aten.topk.default),
 ]
-_LENGTH_STAYS = frozenset(_NEEDS_WHOLE_ROWS[4:])
 
 
 @strategy_of(_NEEDS_WHOLE_ROWS)
@@ -114,9 +111,6 @@ def rows_whole(schema: OpSchema) -> list[AxisStrategy]:
     """Rows may be sharded, a row may not: places in it are counted, or every element depends on those before."""
     (spec,) = schema.args_spec
     num_outputs = len(schema.op._schema.returns)
-    if schema.op not in _LENGTH_STAYS:
-        check_rows_have_elements(schema, reduced(schema)[0])
-        return [*rows(schema, num_outputs), whole(num_outputs)]
     declared = [argument.name for argument in schema.op._schema.arguments]
     dims = reduced_dims(schema.argument(declared.index("dim"), "dim", -1), spec.ndim)
     found = [AxisStrategy((Shard(dim),), (Shard(dim),) * num_outputs) for dim in range(spec.ndim) if dim not in dims]
