@@ -190,12 +190,12 @@ class _Build:
             self.stages.append(Stage(near, is_near=True))
 
     def _far(self, spans: Iterable[PeerSpan]) -> tuple[PeerSpan, ...]:
-        """Those of other hosts, and those that stay on this rank, which it copies while messages are under way."""
+        """Spans of other hosts, and of this rank itself, which it copies while messages are under way."""
         own, near = self.hosts.own, self.hosts.near
         return tuple((rank, span) for rank, span in spans if rank == own or rank not in near)
 
     def _inside(self, spans: Iterable[PeerSpan]) -> tuple[PeerSpan, ...]:
-        """Those of other ranks of this host, by their numbers there."""
+        """Spans of other ranks of this host, by their numbers there."""
         own, near = self.hosts.own, self.hosts.near
         return tuple((near.index(rank), span) for rank, span in spans if rank != own and rank in near)
 
