@@ -84,9 +84,9 @@ class Window(_Registered):
         """Writes tensors into the windows of peers, each as (peer, tensor, offset in bytes), and then sends a signal to
         each.
 
-        Not collective: a peer does nothing, but may wait for the signal. Tensors lie in a window of the same
-        communicator, this one or another: NCCL refuses others with NcclError. For a tensor without elements only the
-        signal is sent. `signal` and `context` are numbers below the options num_rma_sig and num_rma_ctx. Raises
+        Not collective: a peer does nothing, but may wait for the signal. Tensors must lie in this or another window of
+        the same communicator; NCCL refuses others with NcclError. For a tensor without elements only the signal is
+        sent. `signal` and `context` are numbers below the options num_rma_sig and num_rma_ctx. Raises
         NcclUnsupportedError before NCCL 2.29. Source: NCCL's documentation of ncclPutSignal.
         """
         raw = [

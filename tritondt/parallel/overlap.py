@@ -45,8 +45,8 @@ def all_gather_matmul(
     axis. `weight` is (own features, features), `bias` (own features,). Returns (..., own features) of all positions.
     The gradient of `x` is summed over ranks, because each rank has other features. `chunks_per_peer` is the number of
     pieces into which each rank's part is cut to travel and to be multiplied. By default the world's cost table
-    determines it: a product that takes long beside its message is hardly cut. A collective call of all ranks of the
-    mesh.
+    determines it: a part that takes long to multiply and little time to send is cut into few pieces. A collective call
+    of all ranks of the mesh.
 
     Raises LayoutError and ParallelizeError on all ranks alike before anything is sent; LocalTensorError and
     TransportError on the rank whose tensor is at fault, and PeerError on the others.

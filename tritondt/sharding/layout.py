@@ -140,7 +140,7 @@ class Layout:
         return product(*map(range, self.mesh_shape))
 
     def intervals(self, dim: int, coordinate: Coordinate) -> Intervals:
-        """Indices of `dim` that a coordinate holds; OpenLengthError for a cut dim whose length is left open."""
+        """Indices of `dim` that a coordinate holds; raises OpenLengthError for a cut dim with a symbolic length."""
         if any(self.mesh_shape[axis] > 1 for axis in self.axes_of_dim[dim]):
             self.check_known(dim)
         held: Intervals = regions.merge([(0, self.shape[dim])])
@@ -161,7 +161,7 @@ class Layout:
         return tuple(regions.boxes(self.region(coordinate)))
 
     def bounds(self, dim: int, coordinate: Coordinate) -> Interval:
-        """First index and end of the one piece of `dim` that a coordinate holds, left open where the dim's length is.
+        """First index and end of the one piece of `dim` that a coordinate holds; symbolic if the dim's length is.
 
         OpenLengthError where the length is left open and a coordinate may hold several pieces.
 
@@ -178,7 +178,7 @@ class Layout:
         return start, start + held
 
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """Shape of the local tensor at a coordinate, with lengths left open where those of the tensor are."""
+        """Shape of the local tensor at a coordinate; lengths are symbolic if those of the tensor are."""
         if are_open(self.shape):
             return tuple(self._local_length(dim, coordinate) for dim in range(len(self.shape)))
         return tuple(regions.total(intervals) for intervals in self.region(coordinate))

@@ -97,7 +97,7 @@ def einop_rule(
 
 
 def pointwise_rule(op_schema: OpSchema, linearity: bool = False) -> OutputSharding:
-    """The decision about an elementwise operator with broadcasting; with `linearity` pending sums pass together.
+    """Decides about an elementwise operator with broadcasting; with `linearity`, pending sums pass through together.
 
     Pure: nothing is sent. PropagationError where nothing fits.
 
