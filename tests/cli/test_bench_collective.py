@@ -262,6 +262,7 @@ def test_calls_that_can_be_issued_are_timed_beside_a_compute(replayed, measured)
     in_turn = times["alone_us"] + times["compute_us"]
     assert times["share"] == pytest.approx((in_turn - times["both_us"]) / min(times["alone_us"], times["compute_us"]))
     assert "how much of the shorter is hidden:" in ended.stderr
+    assert "# shared: all_reduce is not issued by itself, and has no overlap" in ended.stderr
     assert "overlap" not in replayed([*ALL_REDUCE, "--impl", "shared-memory"]).output
 
 

@@ -171,14 +171,18 @@ class Table:
         return lines
 
     def overlaps(self, rows: Sequence[Row]) -> list[str]:
-        """A line for each row that was timed beside a compute; none without any."""
+        """A line for each row that was timed beside a compute, and for each implementation that could not be."""
         found = [row for row in rows if row.overlap is not None]
+        lacking = [row for row in rows if row.overlap is None and row.timings and self._request.compute_ms]
+        said_once = dict.fromkeys(
+            f"# {label(row.side)}: {row.case.kind.name} is not issued by itself, and has no overlap" for row in lacking
+        )
         if not found:
-            return []
+            return [*(["#"] if said_once else []), *self._wrapped(list(said_once))]
         told = (
             "# Out of place beside a compute (us, medians of the slowest rank), and how much of the shorter is hidden:"
         )
-        lines = ["#", *self._wrapped([told])]
+        lines = ["#", *self._wrapped([*said_once, told])]
         lines.append(
             f"#{'size':>10}" + "".join(f"{name:>10}" for name in ("call", "compute", "both", "overlap")) + "  impl"
         )
