@@ -41,7 +41,8 @@ class Measured:
     sends_nothing: bool = False
     moves_nothing: bool = False
     texts: dict[str, str] = field(default_factory=dict)
-    # Trials of equal cuts that both libraries run, and those in which ours sends more: its bytes, and the other's.
+    # Trials of equal cuts that both libraries run, and those in which ours sends more until no result is terms: its
+    # bytes, and the other's.
     num_compared: int = 0
     # Of these, trials in which terms became whole, as they do here, and pieces there, which is half of the bytes.
     num_terms_whole: int = 0
@@ -67,12 +68,13 @@ class Measured:
                 self.texts[trial] = text
 
     def compare(self, outcome: Outcome, of_other: Outcome, trial: str, *, has_terms: bool) -> None:
-        """Compares the bytes of both libraries in one trial."""
+        """Compares the bytes of both libraries in one trial, until no result is terms."""
         self.num_compared += 1
-        if has_terms and of_other.sent_bytes < outcome.sent_bytes <= 2 * of_other.sent_bytes:
+        own, other = (of.sent_bytes + of.completing_bytes for of in (outcome, of_other))
+        if has_terms and other < own <= 2 * other:
             self.num_terms_whole += 1
-        elif outcome.sent_bytes > of_other.sent_bytes:
-            self.more_bytes[trial] = outcome.sent_bytes, of_other.sent_bytes
+        elif own > other:
+            self.more_bytes[trial] = own, other
 
     def note(self, outcome: Outcome) -> None:
         """Takes note of a right call of sharded arguments."""

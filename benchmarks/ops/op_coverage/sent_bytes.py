@@ -42,5 +42,26 @@ class TorchBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# Operators that send more than torch's in some layout that both run, and why.
-MORE_BYTES: Mapping[str, str] = {}
+_SEVERAL = "each operator that it is made of moves least by itself, which here is more over all of them"
+_ROUNDED = "terms are added before they are rounded to fewer bits; torch rounds them first"
+_VIEWS = "the whole is gathered; torch takes it apart into views, which keep some cuts of images"
+_STATISTICS = "running statistics of which one is cut are cut alike, and gathered where they are written"
+_COUNTED = "boundaries that are cut are gathered; torch counts in each piece, and adds"
+
+# Operators that send more than torch's, until no result is terms, in some layout that both run; and why.
+MORE_BYTES: Mapping[str, str] = {
+    **dict.fromkeys(("gradient", "nn.functional.cross_entropy", "nn.functional.linear_cross_entropy"), _SEVERAL),
+    **dict.fromkeys(("fft.ifftn", "linalg.pinv.singular", "masked.argmin"), _SEVERAL),
+    "masked.logsumexp": _SEVERAL,
+    **dict.fromkeys(("bfloat16", "half"), _ROUNDED),
+    **dict.fromkeys(
+        ("nn.functional.pixel_shuffle", "nn.functional.pixel_unshuffle", "nn.functional.channel_shuffle"), _VIEWS
+    ),
+    **dict.fromkeys(("native_batch_norm", "nn.functional.instance_norm"), _STATISTICS),
+    "bucketize": _COUNTED,
+    "any": "one exchange in place of two where a rank receives few bytes",
+    "equal": "all ranks agree on the answer; torch's ranks compare their own parts",
+    "fill": "terms that are overwritten are added first",
+    "nn.functional.one_hot": "the largest class is that of all ranks",
+    "rot90": "turns by whole circles move as others do",
+}

@@ -51,12 +51,16 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a call ended, in words where it did not end well, and what the call (not its gradients) sent and moved."""
+    """How a call ended, in words where it did not end well, and what the call (not its gradients) sent and moved.
+
+    `completing_bytes` are those that add up results which the call leaves as terms.
+    """
 
     verdict: str
     text: str = ""
     sent_bytes: int = 0
     num_moved: int = 0
+    completing_bytes: int = 0
 
 
 def made_case(operator: Operator, sample: Any) -> Case:
@@ -107,29 +111,28 @@ class _Counts:
 
     def __init__(self) -> None:
         self.sent_bytes, self.num_moved = Counter[int](), Counter[int]()
-        self._open: set[int] = set()
+        self.completing_bytes = Counter[int]()
+        self._open: dict[int, Counter[int]] = {}
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self, bytes_of_rank: Counter[int]) -> Iterator[None]:
         if not identity.is_assumed():  # a rank of the other library
             yield
             return
         rank = identity.current().rank
-        self._open.add(rank)
+        self._open[rank] = bytes_of_rank
         try:
             yield
         finally:
-            self._open.discard(rank)
-
-    def of_other(self, sent_bytes: int) -> None:
-        self.sent_bytes[-1] += sent_bytes
+            del self._open[rank]
 
     def step(self, event: events.StepRan) -> None:
         if identity.is_assumed() and identity.current().rank in self._open:
-            self.sent_bytes[identity.current().rank] += event.sent_bytes
+            rank = identity.current().rank
+            self._open[rank][rank] += event.sent_bytes
 
     def moved(self, event: events.ImplicitRedistribution) -> None:
-        if identity.is_assumed() and identity.current().rank in self._open:
+        if identity.is_assumed() and self._open.get(identity.current().rank) is self.sent_bytes:
             self.num_moved[identity.current().rank] += 1
 
 
@@ -150,7 +153,11 @@ def run_trial(
     ]
     bad = [outcome for verdict in (WRONG, RAISES) for outcome in outcomes if outcome.verdict == verdict]
     worst = bad[0] if bad else outcomes[0]
-    return worst._replace(sent_bytes=counts.sent_bytes.total(), num_moved=counts.num_moved.total())
+    return worst._replace(
+        sent_bytes=counts.sent_bytes.total(),
+        num_moved=counts.num_moved.total(),
+        completing_bytes=counts.completing_bytes.total(),
+    )
 
 
 class _Trial(NamedTuple):
@@ -175,8 +182,10 @@ class _Trial(NamedTuple):
             tensor.requires_grad_(self.gradients and of.requires_grad)
 
         def forward() -> Any:
-            with self.side.counting(self.num_ranks, self.counts.of_other), self.counts.counting():
-                return call(case.operator, case.sample, mine)
+            with self._counting(self.counts.sent_bytes):
+                results = call(case.operator, case.sample, mine)
+            self._complete(results)
+            return results
 
         results, failure = _attempt(forward)
         if failure is not None:
@@ -193,6 +202,21 @@ class _Trial(NamedTuple):
             if difference:
                 return Outcome(WRONG, f"argument {place} afterwards: {difference}")
         return self._gradients_on_rank(mine, results, mesh) if self.gradients else Outcome(RIGHT)
+
+    def _complete(self, results: Any) -> None:
+        """Counts what it takes to add up results that are terms."""
+        with self._counting(self.counts.completing_bytes):
+            for found in filter(self.side.is_distributed, tree_leaves(results)):
+                if any(placement.is_partial() for placement in found.placements):
+                    self.side.whole(found)
+
+    @contextmanager
+    def _counting(self, bytes_of_rank: Counter[int]) -> Iterator[None]:
+        def of_other(sent_bytes: int) -> None:
+            bytes_of_rank[-1] += sent_bytes
+
+        with self.side.counting(self.num_ranks, of_other), self.counts.counting(bytes_of_rank):
+            yield
 
     def _gradients_on_rank(self, mine: Sequence[Any], results: Any, mesh: Any) -> Outcome:
         case, expected = self.case, self.case.expected

@@ -75,3 +75,22 @@ def test_what_only_gathers_is_told_with_its_reason():
     reason = "how many elements there are is known when all have been seen"
     assert json.loads(result.stdout.splitlines()[-1])["gathering"] == {"masked_select": reason}
     assert f"masked_select gathers: {reason}" in result.stderr
+
+
+def test_bytes_are_compared_until_no_result_is_terms():
+    """A library that leaves terms has sent nothing yet; another that adds them up has sent all."""
+    from benchmarks.ops.op_coverage.measuring import Measured  # noqa: PLC0415  loads the database: 4 s
+    from benchmarks.ops.op_coverage.trial import RIGHT, Outcome  # noqa: PLC0415
+
+    found = Measured("norm")
+    adds, leaves, more = Outcome(RIGHT, "", 8, 0, 0), Outcome(RIGHT, "", 0, 0, 8), Outcome(RIGHT, "", 8, 0, 4)
+    for number, pair in enumerate([(adds, leaves), (leaves, adds), (more, leaves)]):
+        found.compare(*pair, f"trial {number}", has_terms=False)
+    assert (found.num_compared, found.more_bytes) == (3, {"trial 2": (12, 8)})
+
+
+def test_every_operator_that_sends_more_is_one_of_the_database():
+    from benchmarks.ops.op_coverage.operators import operators  # noqa: PLC0415  loads the database: 4 s
+    from benchmarks.ops.op_coverage.sent_bytes import MORE_BYTES  # noqa: PLC0415
+
+    assert MORE_BYTES.keys() <= operators().keys()
