@@ -47,7 +47,7 @@ def rank_blocks(
 ) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
     """Source and target blocks of a rank in a step; none on a side whose mesh it is not in.
 
-    Those of a gather describe its target as flat.
+    The blocks of a gather describe its target as flat.
     """
     source, target = step.source_coordinate(rank), step.target_coordinate(rank)
     if step.kind == "gather" and source is not None:

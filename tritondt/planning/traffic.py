@@ -1,8 +1,8 @@
 """Bytes that move in a redistribution: from which rank to which, how many, counted here for everybody who asks.
 
-There are three answers, the dearest first. All messages are listed for pictures and links of small worlds. What each
-rank sends and receives is counted without: who serves whom is a product over the dims and over the axes that cut none,
-so that 65,536 ranks take seconds. What the busiest rank does is estimated in closed form, for prices.
+Three functions answer, the dearest first. All messages are listed for pictures and links of small worlds. The totals
+of each rank are counted without a list: who serves whom is a product over the dims and over the axes that cut none, so
+that 65,536 ranks take seconds. The busiest rank's share is estimated in closed form, for prices.
 """
 
 from abc import ABC, abstractmethod

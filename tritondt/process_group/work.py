@@ -61,7 +61,7 @@ class NcclWork(Work):
 
     @property
     def operation(self) -> Operation:
-        """What runs."""
+        """The operation that runs."""
         return self._asked.operation
 
     def defer(self) -> None:
