@@ -4,6 +4,7 @@ All go on then in the same world: over rank threads, and as processes through sh
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def ranks() -> Iterator[GlooRanks]:
 def test_attention_exchanges_as_often_as_a_rank_refuses(length: int) -> None:
     def counts(rank: int) -> list[int]:
         part = context_parallel_shard(torch.ones(1, 3, length, 4), mesh(), 2)
-        communicator = world.current().communicator(mesh().ranks)
+        communicator: Any = world.current().communicator(mesh().ranks)
         found = [communicator.sequence]
         for attend in (ulysses_attention, context_parallel_flex_attention):
             attend(part, part, part, mesh(), length=length)
@@ -76,6 +77,13 @@ def test_attention_exchanges_as_often_as_a_rank_refuses(length: int) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_the_others_hear_of_it(name: str) -> None:
     check(run_ranks(SIZE, lambda rank: refuse(rank, name)))
+
+
+@pytest.mark.in_core(4)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_of_two_hosts_hear_of_it(name: str) -> None:
+    check(run_ranks(SIZE, lambda rank: refuse(rank, name), hosts=(0, 0, 1)))
 
 
 @pytest.mark.in_core(4)

@@ -129,11 +129,6 @@ class Communicator(Protocol):
         """Bytes and messages that this rank will send and receive in an exchange."""
         ...
 
-    @property
-    def sequence(self) -> int:
-        """Exchanges so far, those without a message of this rank and refused ones included."""
-        ...
-
     def drain(self) -> None:
         """Returns when all that was issued has run, well or not."""
         ...

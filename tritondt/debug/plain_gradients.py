@@ -11,7 +11,7 @@ from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import DifferenceError, MeshError
 from tritondt.errors.arguments import check_types, checked
 from tritondt.redistribution.agreement import lengths_on_all
-from tritondt.redistribution.refusals import refusing_next
+from tritondt.redistribution.refusals import refusing_comparison
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 
 _DIGEST_BYTES = 8
@@ -44,7 +44,7 @@ def check_plain_gradients(module: nn.Module, mesh: "DeviceMesh | Mesh | None" = 
     gradients of plain parameters differ between rank 0 and rank 1: weight
     """
     found = _mesh_of(module) if mesh is None else canonical_mesh(mesh)
-    with refusing_next(found):
+    with refusing_comparison(found):
         check_types(check_plain_gradients, module=module)
         plain = {name: value for name, value in module.named_parameters() if not isinstance(value, DTensor)}
         digests = lengths_on_all(found, list(map(_digest, plain.values())))

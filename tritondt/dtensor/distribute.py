@@ -15,7 +15,7 @@ from tritondt.errors import LayoutError, LocalTensorError, MeshError, TritondtEr
 from tritondt.errors.arguments import check_types, checked
 from tritondt.redistribution.agreement import agreed, check_agreed
 from tritondt.redistribution.given_local import given_local
-from tritondt.redistribution.refusals import refusing_next
+from tritondt.redistribution.refusals import refusing_comparison
 from tritondt.redistribution.run import check_address, redistribute_local
 from tritondt.redistribution.send import distribute_from
 from tritondt.sharding.layout import Layout
@@ -188,7 +188,7 @@ def distribute_module(
     ['(S0,)', '(R,)']
     """
     mesh = mesh_or_current(device_mesh)
-    with refusing_next(canonical_mesh(mesh)):
+    with refusing_comparison(canonical_mesh(mesh)):
         input_fn, output_fn = _checked_hooks(module, input_fn, output_fn)
         tied = _tied_places(module)
         if partition_fn is not None:

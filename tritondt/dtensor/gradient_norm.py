@@ -11,6 +11,7 @@ from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import MixedTensorsError, PeerError, check_not_of_torch
 from tritondt.errors.arguments import check_types, checked
 from tritondt.ops.propagation.replication import are_replicated
+from tritondt.redistribution.many import refuse_many
 from tritondt.redistribution.refusals import refuse_redistribution
 from tritondt.redistribution.run import check_memory
 from tritondt.sharding.mesh import Mesh
@@ -51,16 +52,16 @@ def clip_grad_norm_(
         if wrong is not None:
             raise wrong
     except Exception as error:
-        _refuse_norms(list(of_mesh.items()), error)
+        _refuse_norms(of_mesh, 0, error)
         raise
     if not of_mesh and not plain:
         return torch.tensor(0.0)
     norms = []
-    for place, (_, found) in enumerate(meshes := list(of_mesh.items())):
+    for place, found in enumerate(of_mesh.values()):
         try:
             norms.append(_norm(found, norm_type, foreach))
         except PeerError as error:
-            _refuse_norms(meshes[place + 1 :], error)
+            _refuse_norms(of_mesh, place + 1, error)
             raise
     total = _combined(norms, [_norm(plain, norm_type, foreach)] if plain else [], norm_type)
     if error_if_nonfinite and not total.isfinite():
@@ -111,14 +112,28 @@ def _check_gradient(parameter: torch.Tensor) -> None:
         )
 
 
-def _refuse_norms(meshes: list[tuple[Mesh, list[torch.Tensor]]], error: Exception) -> None:
-    """Tells the others, who add up a number for each gradient on each mesh, why this rank does not."""
-    for mesh, parameters in meshes:
+def _refuse_norms(of_mesh: dict[Mesh, list[torch.Tensor]], first: int, error: Exception) -> None:
+    """Tells the others why this rank adds up no numbers of the gradients on meshes from number `first` on.
+
+    Nor does it take part where the norms of several meshes come together.
+    """
+    for mesh, parameters in list(of_mesh.items())[first:]:
         found = [cast(DTensor, parameter.grad)._spec.placements for parameter in parameters]
         whole = [all(each.is_replicate() for each in of_axis) for of_axis in zip(*found, strict=True)]
         terms = [Replicate() if is_whole else Partial() for is_whole in whole]
         source = DTensorSpec(mesh, terms, TensorMeta.contiguous((len(parameters),), torch.float64))
         refuse_redistribution(source, source.with_placements([Replicate()] * mesh.ndim), error)
+    if of_mesh:
+        meta = TensorMeta.contiguous(())
+        norms = [DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta) for mesh in of_mesh]
+        together = DTensorSpec(_everywhere(list(of_mesh)), [Replicate()], meta)
+        refuse_many(tuple((norm, together) for norm in norms), error)
+
+
+def _everywhere(meshes: list[Mesh]) -> Mesh:
+    """Mesh of one axis of all ranks of the meshes."""
+    ranks = sorted({rank for mesh in meshes for rank in mesh.ranks})
+    return Mesh((len(ranks),), ranks=ranks, device_type=meshes[0].device_type)
 
 
 def _norm(parameters: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
@@ -136,9 +151,7 @@ def _combined(norms: list[torch.Tensor], plain: list[torch.Tensor], norm_type: f
         dtype = torch.promote_types(dtype, norm.dtype)
     found = [norm.to(dtype) for norm in plain]
     if norms:
-        specs = [cast(DTensor, norm)._spec for norm in norms]
-        everywhere = sorted({rank for spec in specs for rank in spec.mesh.ranks})
-        mesh = Mesh((len(everywhere),), ranks=everywhere, device_type=specs[0].mesh.device_type)
+        mesh = _everywhere([cast(DTensor, norm)._spec.mesh for norm in norms])
         moves: list[Move] = [(cast(DTensor, norm.to(dtype)), mesh, [Replicate()]) for norm in norms]
         found += [norm.to_local() for norm in redistribute_many(moves)]
     return found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found), norm_type)

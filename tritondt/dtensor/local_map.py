@@ -14,7 +14,7 @@ from tritondt.errors import LayoutError, LocalTensorError, MeshError, check_not_
 from tritondt.errors.arguments import checked
 from tritondt.ops.rules.view_layouts import shard_of_sizes
 from tritondt.redistribution.agreement import lengths_on_all
-from tritondt.redistribution.refusals import refusing_next
+from tritondt.redistribution.refusals import refusing_comparison
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Placement, Shard, as_placement, placements_code, placements_text
@@ -90,7 +90,7 @@ def local_map(
         ]
         uneven = any(_is_uneven(leaf._spec.layout) for leaf in inputs if isinstance(leaf, DTensor))
         # Ranks tell each other the lengths of results that are cut unevenly.
-        with refusing_next(mesh) if uneven and _cuts(out_placements) else nullcontext():
+        with refusing_comparison(mesh) if uneven and _cuts(out_placements) else nullcontext():
             results, result_form = tree_flatten(called(*tree_unflatten(local, form), **kwargs))
             outputs = [
                 _output(result, placements, mesh, uneven=uneven)

@@ -9,6 +9,7 @@ after the other; and so does everything where the cost table says that nothing i
 host, whose own processors move the bytes. TRITONDT_COSTS tells of other networks.
 """
 
+from contextlib import AbstractContextManager
 from functools import lru_cache
 
 import torch
@@ -25,7 +26,8 @@ from tritondt.kernels.memory import has_memory
 from tritondt.parallel.chunked_matmul import AllGatherMatmul, ChunkSchedule, MatmulReduceScatter, rows_of
 from tritondt.planning.pipelining import best_shares
 from tritondt.redistribution.autograd import redistribute
-from tritondt.redistribution.refusals import refusing_next
+from tritondt.redistribution.compile import exchanging_ranks
+from tritondt.redistribution.refusals import refusing_next, refusing_redistributions
 from tritondt.sharding.placement import Partial, Shard
 from tritondt.sharding.spec import DTensorSpec
 
@@ -63,7 +65,7 @@ def all_gather_matmul(
     schedule = _schedule_of(source, chunks_per_peer)
     if source.coordinate is None:
         return x.new_empty((0,))
-    with refusing_next(source.mesh, _num_exchanges(schedule, x)):
+    with _refusing(schedule, x, schedule.shards, schedule.whole):
         check_types(all_gather_matmul, x=x, weight=weight, bias=bias)
         _check(source, source.local_shape, source.shape[-1], x, weight, bias)
     if not is_eager(x):
@@ -96,7 +98,7 @@ def matmul_reduce_scatter(
     schedule = _schedule_of(target, chunks_per_peer)
     if target.coordinate is None:
         return x.new_empty((0,))
-    with refusing_next(target.mesh, _num_exchanges(schedule, x)):
+    with _refusing(schedule, x, schedule.terms, schedule.shards):
         check_types(matmul_reduce_scatter, x=x, weight=weight)
         features = x.shape[-1] if x.ndim else 0
         _check(target, (*target.shape[:-1], features), features, x, weight, None, target.shape[-1])
@@ -141,10 +143,14 @@ def _shares(spec: DTensorSpec) -> tuple[int, ...]:
     )
 
 
-def _num_exchanges(schedule: ChunkSchedule, x: object) -> int:
-    """Exchanges of one call: of every piece of every other rank's part, or of all at once."""
+def _refusing(
+    schedule: ChunkSchedule, x: object, source: DTensorSpec, target: DTensorSpec
+) -> AbstractContextManager[None]:
+    """Context of checks before a tensor goes from `source` to `target`, in pieces of each rank's part or at once."""
     is_divided = schedule.shares and (not isinstance(x, torch.Tensor) or is_eager(x))
-    return len(schedule.shares) * (len(schedule.shards.mesh.ranks) - 1) if is_divided else 1
+    if not is_divided or len(exchanging_ranks(source, target, in_messages=True)[1]) != 1:
+        return refusing_redistributions((source, target))
+    return refusing_next(source.mesh, len(schedule.shares) * (len(source.mesh.ranks) - 1))
 
 
 def _check(

@@ -22,7 +22,7 @@ from tritondt.parallel.ties import User, check_applied, check_planned, ties_of
 from tritondt.parallel.torch_styles import as_style
 from tritondt.parallel.weights import WeightStyle
 from tritondt.redistribution.agreement import agreed, check_agreed
-from tritondt.redistribution.refusals import refusing_next
+from tritondt.redistribution.refusals import refusing_comparison
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.sharding.placement import Placement
 
@@ -85,7 +85,7 @@ def parallelize_module(
     sends = src_data_rank is not None and not _is_on_meta(module)
     assignments, ties = agreed(canonical_mesh(mesh), "parallelize_module", prepare) if sends else prepare()[1]
     has_own_styles = any(not type(style).__module__.startswith("tritondt.") for _, _, style in assignments)
-    with refusing_next(canonical_mesh(mesh)) if sends and has_own_styles else nullcontext():
+    with refusing_comparison(canonical_mesh(mesh)) if sends and has_own_styles else nullcontext():
         for name, found, style in assignments:
             style.src_data_rank = src_data_rank
             with _named(name, found):

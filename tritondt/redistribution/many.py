@@ -184,6 +184,11 @@ def _check_or_refuse(locals_: Sequence[torch.Tensor], pairs: Pairs, bucket_bytes
                 )
             check_local(local, source)
     except (LocalTensorError, TransportError) as error:
-        for group in groups_of(pairs, bucket_bytes):
-            refuse_each(group.carriers, error)
+        refuse_many(pairs, error, bucket_bytes)
         raise
+
+
+def refuse_many(pairs: Pairs, error: Exception, bucket_bytes: int | None = None) -> None:
+    """Tells the others why this rank takes part in no exchange of a list of redistributions."""
+    for group in groups_of(pairs, bucket_bytes):
+        refuse_each(group.carriers, error)

@@ -5,9 +5,9 @@ refuses those that are left as well, for not every rank has a message of the ran
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
-from torch.compiler import is_dynamo_compiling
+import torch
 
 from tritondt.comm import world
 from tritondt.comm.communicator import Communicator
@@ -15,7 +15,8 @@ from tritondt.errors import PeerError, mark_told, was_told
 from tritondt.redistribution.compile import carrier, exchanging_ranks
 from tritondt.redistribution.compiled_step import CompiledStep
 from tritondt.sharding.mesh import Mesh
-from tritondt.sharding.spec import DTensorSpec
+from tritondt.sharding.placement import Replicate, Shard
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 
 def refuse_each(carriers: Sequence[Communicator], error: Exception) -> None:
@@ -37,7 +38,7 @@ def refuse_rest(steps: Sequence[CompiledStep], error: PeerError) -> None:
 def refuse_on(mesh: Mesh, error: Exception, num_exchanges: int = 1) -> None:
     """Reports why this rank takes no part in the next exchanges of all ranks of `mesh`; a rank outside has none."""
     if mesh.coordinate is not None and len(mesh.ranks) > 1:
-        refuse_each([_carrier(mesh)] * num_exchanges, error)
+        refuse_each([world.current().communicator(mesh.ranks, mesh.device_type)] * num_exchanges, error)
 
 
 def refuse_redistribution(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:
@@ -45,32 +46,14 @@ def refuse_redistribution(source: DTensorSpec, target: DTensorSpec, error: Excep
     if source.coordinate is None and target.coordinate is None:
         return
     whole, carriers = exchanging_ranks(source, target)
+    if carriers:  # what was issued exchanges on all of them, in the order of the widest
+        carrier(whole, whole, source.mesh.device_type).drain()
     refuse_each([carrier(ranks, whole, source.mesh.device_type) for ranks in carriers], error)
 
 
 @contextmanager
-def refusing(mesh: Mesh, num_exchanges: int = 1) -> Iterator[None]:
-    """Context of `num_exchanges` exchanges of all ranks of `mesh`, and of the local work and checks around them.
-
-    The others hear what is raised in it, or what this rank has heard, in each exchange that it has left out: all ranks
-    have counted as many at the end. The exchanges are not issued to run later.
-    """
-    if mesh.coordinate is None or len(mesh.ranks) == 1 or is_dynamo_compiling():
-        yield
-        return
-    communicator = _carrier(mesh)
-    communicator.drain()
-    last = communicator.sequence + num_exchanges
-    try:
-        yield
-    except Exception as error:
-        refuse_each([communicator] * (last - communicator.sequence), error)
-        raise
-
-
-@contextmanager
 def refusing_next(mesh: Mesh, num_exchanges: int = 1) -> Iterator[None]:
-    """Context of local checks, or of a user's function, before exchanges of all ranks of `mesh`.
+    """Context of local checks, or of a user's function, before exchanges of all ranks of `mesh`, each of one step.
 
     Exchanges in it tell the others of their own errors: only what nobody was told of is refused.
     """
@@ -82,5 +65,20 @@ def refusing_next(mesh: Mesh, num_exchanges: int = 1) -> Iterator[None]:
         raise
 
 
-def _carrier(mesh: Mesh) -> Communicator:
-    return world.current().communicator(mesh.ranks, mesh.device_type)
+@contextmanager
+def refusing_redistributions(*pairs: tuple[DTensorSpec, DTensorSpec]) -> Iterator[None]:
+    """As `refusing_next`, before redistributions from the firsts of `pairs` to the seconds, whatever their lengths."""
+    try:
+        yield
+    except Exception as error:
+        if not was_told(error):
+            for source, target in pairs:
+                refuse_redistribution(source, target, error)
+        raise
+
+
+def refusing_comparison(mesh: Mesh) -> AbstractContextManager[None]:
+    """As `refusing_next`, before a comparison of all ranks of `mesh`, in which each has a message of all."""
+    meta = TensorMeta.contiguous((len(mesh.ranks), 1), torch.int64)
+    rows = DTensorSpec(mesh, [Shard(0)] * mesh.ndim, meta)
+    return refusing_redistributions((rows, rows.with_placements([Replicate()] * mesh.ndim)))

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import PropagationError
 from tritondt.redistribution.agreement import lengths_on_all
-from tritondt.redistribution.refusals import refusing_next
+from tritondt.redistribution.refusals import refusing_comparison
 from tritondt.redistribution.run import check_memory
 from tritondt.sharded.agreement import ShardingMismatchError
 from tritondt.sharded.registries import Function, check_group, name_of, tensors_among
@@ -113,7 +113,7 @@ def embedding(types: Any, args: Any, kwargs: Any, process_group: Any) -> torch.T
     found = dict(zip(names, args, strict=False)) | kwargs
     weight = _chunked(F.embedding, found["weight"])
     indices, mesh = found["input"], weight._spec.mesh
-    with refusing_next(mesh):
+    with refusing_comparison(mesh):
         _refuse_options("embedding", found)
         _check_indices("embedding", indices)
     if isinstance(indices, ShardedTensor):
@@ -134,7 +134,7 @@ def embedding_bag(types: Any, args: Any, kwargs: Any, process_group: Any) -> tor
     """
     found = dict(zip(_BAG_NAMES, args, strict=False)) | kwargs
     indices, weight, offsets = found["input"], found["weight"], found.get("offsets")
-    with refusing_next(_chunked(F.embedding_bag, weight)._spec.mesh):
+    with refusing_comparison(_chunked(F.embedding_bag, weight)._spec.mesh):
         _refuse_options("embedding_bag", found)
         _check_bags(indices, offsets)
     samples = found.get("per_sample_weights")
@@ -201,7 +201,7 @@ def _rows_of_all(func: Function, own: Any, mesh: Mesh) -> DTensor:
         return own.to_dtensor()
     if isinstance(own, DTensor):
         return own
-    with refusing_next(mesh):
+    with refusing_comparison(mesh):
         check_memory(own, name_of(func))
         own = (own[None] if func is F.linear and own.dim() == 1 else own).contiguous()
     described = [own.dim(), *own.shape[:_MAX_DIMS], *[0] * (_MAX_DIMS - own.dim())]

@@ -8,7 +8,7 @@ from torch import nn
 from tritondt.errors import ArgumentError
 from tritondt.errors.arguments import checked
 from tritondt.redistribution.agreement import check_agreed
-from tritondt.redistribution.refusals import refusing_next
+from tritondt.redistribution.refusals import refusing_comparison
 from tritondt.sharded.agreement import agreed
 from tritondt.sharded.construct import shard_tensor
 from tritondt.sharded.groups import Group, mesh_of
@@ -93,7 +93,7 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
         path, _, last = name.rpartition(".")
         parent = module.get_submodule(path)
         if isinstance(found, Sharder):
-            with refusing_next(mesh):
+            with refusing_comparison(mesh):
                 setattr(parent, last, found.shard(module.get_submodule(name)))
         else:
             shard_parameter(parent, last, found, src_rank, process_group)

@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LocalTensorError
 from tritondt.errors.arguments import check_types, checked
-from tritondt.parallel.context.sequence_cut import AttentionParts, SequenceCut, axis_mesh, whole_order
-from tritondt.redistribution.refusals import refusing
+from tritondt.parallel.context.sequence_cut import AttentionParts, SequenceCut, axis_mesh, gathered_specs, whole_order
+from tritondt.redistribution.refusals import refusing_redistributions
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Partial, Replicate, Shard
 
@@ -103,7 +103,7 @@ def context_parallel_flex_attention(
     mesh, rank = axis_mesh(device_mesh, "context_parallel_flex_attention")
     cut = SequenceCut(length, mesh.shape[0], balanced)
     key_cut = cut if key_length is None else SequenceCut(key_length, mesh.shape[0], balanced)
-    with refusing(mesh):
+    with refusing_redistributions(gathered_specs(mesh, key_cut)):
         AttentionParts(query, key, value, cut, key_cut).check(context_parallel_flex_attention, rank)
         check_types(context_parallel_flex_attention, score_mod=score_mod, block_mask=block_mask)
         if block_mask is not None and block_mask.shape[-2:] != (cut.sizes[rank], key_cut.length):
@@ -112,7 +112,7 @@ def context_parallel_flex_attention(
                 f"{rank} of the mesh, which has {cut.sizes[rank]} queries of {key_cut.length} keys; "
                 "context_parallel_block_mask makes it"
             )
-        gathered = _gathered(torch.cat([key, value], -1), mesh, key_cut)
+    gathered = _gathered(torch.cat([key, value], -1), mesh, key_cut)
     keys, values = gathered.split([key.shape[-1], value.shape[-1]], -1)
     if not query.shape[_SEQUENCE]:
         # Keys get the gradient zero here, on this rank like on the others.

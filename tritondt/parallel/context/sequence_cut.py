@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tritondt.errors import LocalTensorError, MeshError, check_not_of_torch
 from tritondt.errors.arguments import check_types, checked
 from tritondt.redistribution.autograd import redistribute
-from tritondt.redistribution.refusals import refusing
+from tritondt.redistribution.refusals import refusing_redistributions
 from tritondt.redistribution.run import check_memory
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Replicate, Shard
@@ -104,16 +104,22 @@ def context_parallel_unshard(
     """
     mesh, rank = axis_mesh(device_mesh, "context_parallel_unshard")
     cut = SequenceCut(length, mesh.shape[0], balanced)
-    with refusing(mesh):
+    with refusing_redistributions(gathered_specs(mesh, cut)):
         check_types(context_parallel_unshard, local=local, dim=dim)
         _check_dim("context_parallel_unshard", local, dim)
         dim %= local.ndim
         check_length("local", local, dim, cut, rank)
-        shape = (*local.shape[:dim], length, *local.shape[dim + 1 :])
-        meta = TensorMeta.contiguous(shape, local.dtype)
-        source, target = (DTensorSpec(mesh, [p], meta) for p in (Shard(dim, sizes=cut.sizes), Replicate()))
-        whole = redistribute(local, source, target)
+    shape = (*local.shape[:dim], length, *local.shape[dim + 1 :])
+    meta = TensorMeta.contiguous(shape, local.dtype)
+    source, target = (DTensorSpec(mesh, [p], meta) for p in (Shard(dim, sizes=cut.sizes), Replicate()))
+    whole = redistribute(local, source, target)
     return whole.index_select(dim, whole_order(cut).to(local.device)) if balanced else whole
+
+
+def gathered_specs(mesh: Mesh, cut: SequenceCut) -> tuple[DTensorSpec, DTensorSpec]:
+    """Specs between which a sequence of one number a position is gathered, in as many exchanges as any other."""
+    meta = TensorMeta.contiguous((cut.length,))
+    return DTensorSpec(mesh, [Shard(0, sizes=cut.sizes)], meta), DTensorSpec(mesh, [Replicate()], meta)
 
 
 def _check_dim(taker: str, tensor: torch.Tensor, dim: int) -> None:

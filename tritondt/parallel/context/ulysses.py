@@ -9,9 +9,10 @@ from tritondt.dtensor.tensor import DTensor
 from tritondt.errors.arguments import checked
 from tritondt.parallel.context.sequence_cut import AttentionParts, SequenceCut, axis_mesh
 from tritondt.parallel.feature_cut import FeatureCut
-from tritondt.redistribution.refusals import refusing
+from tritondt.redistribution.refusals import refuse_redistribution, refusing_redistributions
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 _HEADS, _SEQUENCE = 1, 2
 # All three go in one exchange, however many bytes they are.
@@ -52,9 +53,21 @@ def ulysses_attention(
     mesh, rank = axis_mesh(device_mesh, "ulysses_attention")
     cut = SequenceCut(length, mesh.shape[0])
     key_cut = cut if key_length is None else SequenceCut(key_length, mesh.shape[0])
-    with refusing(mesh, 2):
+    by_positions, by_heads = _specs(mesh, max(length, key_cut.length))
+    with refusing_redistributions((by_positions, by_heads), (by_heads, by_positions)):
         AttentionParts(query, key, value, cut, key_cut).check(ulysses_attention, rank)
-        return _attended((query, key, value), (cut, key_cut, key_cut), mesh, is_causal=is_causal, scale=scale)
+    try:
+        whole = _attended((query, key, value), (cut, key_cut, key_cut), mesh, is_causal=is_causal, scale=scale)
+    except Exception as error:  # all that is before the exchange of results has been told
+        refuse_redistribution(by_heads, by_positions, error)
+        raise
+    return whole.redistribute(placements=[Shard(_SEQUENCE)]).to_local()
+
+
+def _specs(mesh: Mesh, length: int) -> tuple[DTensorSpec, DTensorSpec]:
+    """Specs by positions and by heads of a tensor that goes in as many exchanges as any other."""
+    meta = TensorMeta.contiguous((1, mesh.shape[0], length, 1))
+    return DTensorSpec(mesh, [Shard(_SEQUENCE)], meta), DTensorSpec(mesh, [Shard(_HEADS)], meta)
 
 
 def _attended(
@@ -64,7 +77,8 @@ def _attended(
     *,
     is_causal: bool,
     scale: float | None,
-) -> torch.Tensor:
+) -> DTensor:
+    """The results of all queries, by heads."""
     query, key, value = parts
     moves = []
     group = max(1, query.shape[_HEADS] // max(1, key.shape[_HEADS]))
@@ -84,5 +98,4 @@ def _attended(
     else:  # no heads are here, and all three still get their gradients, on this rank like on the others
         found = queries @ keys.transpose(-1, -2) @ values
     shape = (*query.shape[:_SEQUENCE], cuts[0].length, value.shape[-1])
-    whole = DTensor.from_local(found, mesh, moves[0][1], shape=shape, stride=torch.empty(shape, device="meta").stride())
-    return whole.redistribute(placements=[Shard(_SEQUENCE)]).to_local()
+    return DTensor.from_local(found, mesh, moves[0][1], shape=shape, stride=torch.empty(shape, device="meta").stride())

@@ -17,7 +17,7 @@ from tritondt.parallel.feature_cut import evenly
 from tritondt.parallel.graphs import outside_of_graphs
 from tritondt.parallel.local_run import LocalRun
 from tritondt.parallel.weights import WeightStyle
-from tritondt.redistribution.refusals import refuse_on, refusing_next
+from tritondt.redistribution.refusals import refuse_on, refusing_comparison
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Placement, Replicate, Shard
 
@@ -130,7 +130,7 @@ class _ExpertRun(LocalRun):
 
     def _dispatch(self, module: nn.Module, given: list[Any]) -> list[Any]:
         """Arguments of the forward for this rank's experts."""
-        with refusing_next(self.mesh):
+        with refusing_comparison(self.mesh):
             routed = _routed(module, given, sum(self.sizes))
         beside = beside_of(module)
         if beside is None:

@@ -15,6 +15,9 @@ from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Partial, Replicate
 from tritondt.sharding.spec import DTensorSpec
 
+# Experts where their number is unknown; a sum of so many numbers, or of more, goes in as many exchanges as any.
+_USUAL_EXPERTS = 64
+
 
 @checked
 def load_balancing_loss(logits: torch.Tensor, indices: torch.Tensor, device_mesh: "DeviceMesh | Mesh") -> torch.Tensor:
@@ -49,7 +52,8 @@ def load_balancing_loss(logits: torch.Tensor, indices: torch.Tensor, device_mesh
 
 def _num_terms(logits: object) -> int:
     """Numbers that are summed for a balance over the experts of some logits, or of what was given for them."""
-    return 2 * logits.shape[-1] + 1 if isinstance(logits, torch.Tensor) and logits.ndim else 1
+    is_known = isinstance(logits, torch.Tensor) and logits.ndim
+    return 2 * (logits.shape[-1] if is_known else _USUAL_EXPERTS) + 1  # type: ignore[attr-defined]
 
 
 def _load_terms(logits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

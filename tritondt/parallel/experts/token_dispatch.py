@@ -11,7 +11,7 @@ from tritondt.errors import LocalTensorError, MeshError, check_not_of_torch
 from tritondt.errors.arguments import check_types, checked
 from tritondt.parallel.boundary import activation_spec
 from tritondt.parallel.feature_cut import evenly
-from tritondt.redistribution.refusals import refusing, refusing_next
+from tritondt.redistribution.refusals import refusing_comparison, refusing_next
 from tritondt.redistribution.rows import RowCounts, RowsUnderWay, exchange_rows, issue_rows
 from tritondt.redistribution.run import check_memory, redistribute_local
 from tritondt.sharding.mesh import Mesh, canonical_mesh
@@ -103,10 +103,10 @@ def token_dispatch(
     check_not_of_torch(tokens, "token_dispatch")
     if mesh.ndim != 1 or mesh.coordinate is None:
         raise MeshError(f"token_dispatch takes a mesh of one axis and is called on its ranks, got {mesh}")
-    with refusing(mesh):
+    with refusing_comparison(mesh):
         given = {"tokens": tokens, "num_tokens_per_expert": num_tokens_per_expert, "sizes": sizes}
         check_types(token_dispatch, **given)
-        table = _counts_of_all(tokens, num_tokens_per_expert, mesh)
+    table = _counts_of_all(tokens, num_tokens_per_expert, mesh)
     with refusing_next(mesh):
         sizes = _checked_sizes(sizes, table.shape[1], mesh.shape[0])
         check_memory(tokens, "token_dispatch")
