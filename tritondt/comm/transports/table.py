@@ -103,10 +103,10 @@ def register_transport(transport: Transport) -> None:
     Not a collective call. WorldError where another transport has the name.
 
     >>> from tritondt.comm.transports.sockets import SocketCommunicator
-    >>> register_transport(Transport("gloo", ("cpu",), SocketCommunicator))
+    >>> register_transport(Transport("gloo", ("cpu",), SocketCommunicator))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    tritondt.errors.WorldError: transport 'gloo' is registered already; allowed is another name than gloo, nccl,
-    shared-memory and sockets
+    tritondt.errors.WorldError: transport 'gloo' is registered already; allowed is another name than gloo,
+    nccl, ... and sockets
     """
     found = _table.setdefault(transport.name, transport)
     if found != transport:
