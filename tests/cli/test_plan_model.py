@@ -57,6 +57,8 @@ def test_all_meshes_of_so_many_ranks_are_compared():
         ((f"{HERE}:make",), "give --mesh or --ranks, one of them"),
         ((f"{HERE}:make", "--mesh", "tp"), "'tp' is no list of axes such as dp=4,tp=8"),
         ((f"{HERE}:made", "--mesh", "tp=2"), f"module '{HERE}' has no attribute 'made'"),
+        ((f"{HERE}:make", "--mesh", "tp=2,tp=4"), "'tp=2,tp=4' has two axes of one name; allowed is a list of axes"),
+        ((f"{HERE}:HERE", "--mesh", "tp=2"), f"'{HERE}:HERE' is a str; allowed is a function without arguments"),
         (("make", "--mesh", "tp=2"), "'make' is no MODULE:FACTORY, as mymodels.llama:make"),
         ((f"{HERE}:make_nothing", "--mesh", "tp=2"), "returned a NoneType; allowed is a pair: a model, example inputs"),
         ((f"{HERE}:make", "--mesh", "pp=2"), "nothing can use the axis 'pp' of 2 ranks"),
@@ -95,5 +97,15 @@ def test_a_configuration_of_transformers_takes_no_weights(tmp_path: Path):
     assert found.exit_code == 0, found.output
     styles = dict(FoundPlan.from_json(found.stdout).laid_out.styles)
     assert styles["model.layers.*.self_attn.k_proj"].code() == "KeyValueParallel(unit=16)"
-    path.write_text("{}")
-    assert "has no model_type; allowed is a config.json" in run("--config", str(path), "--mesh", "tp=4").output
+    for text, sentence in [
+        ("{}", "has no model_type; allowed is a config.json"),
+        ("no JSON", "is no JSON (Expecting value: line 1 column 1 (char 0)); allowed is a config.json of a model"),
+        (
+            '{"model_type": "nonsense"}',
+            "Unrecognized model identifier: nonsense. Allowed is a config.json with a",
+        ),
+    ]:
+        path.write_text(text)
+        refused = run("--config", str(path), "--mesh", "tp=4")
+        assert refused.exit_code == 2
+        assert sentence in " ".join(refused.output.split())

@@ -22,10 +22,12 @@ def _axes(_: click.Context, __: click.Parameter, text: str | None) -> dict[str, 
     if text is None:
         return None
     try:
-        pairs = [item.split("=") for item in text.split(",")]
-        return {name.strip(): int(size) for name, size in pairs}
+        pairs = [(name.strip(), int(size)) for name, size in (item.split("=") for item in text.split(","))]
     except ValueError:
         raise click.BadParameter(f"{text!r} is no list of axes such as dp=4,tp=8") from None
+    if len(dict(pairs)) < len(pairs):
+        raise click.BadParameter(f"{text!r} has two axes of one name; allowed is a list of axes such as dp=4,tp=8")
+    return dict(pairs)
 
 
 def _memory(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
@@ -108,6 +110,8 @@ def _of_factory(name: str) -> tuple[nn.Module, Any]:
         made = getattr(importlib.import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise click.BadParameter(f"{name!r} was not found: {error}") from error
+    if not callable(made):
+        raise click.BadParameter(f"{name!r} is a {type(made).__name__}; allowed is a function without arguments")
     torch = importlib.import_module("torch")
     with torch.device("meta"):
         found = made()
@@ -123,18 +127,29 @@ def _of_config(path: Path | None, batch: int, sequence: int, dtype: str) -> tupl
     except ModuleNotFoundError as error:
         raise click.UsageError("--config needs transformers: pip install transformers") from error
     torch = importlib.import_module("torch")
-    fields = json.loads(path.read_text())
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise click.BadParameter(f"{path} is no JSON ({error}); allowed is a config.json of a model") from error
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise click.BadParameter(f"{path} has no model_type; allowed is a config.json of a model of transformers")
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise click.BadParameter(f"{dtype!r} is no dtype of torch, as bfloat16")
-    configuration = transformers.AutoConfig.for_model(**fields)
     names = fields.get("architectures") or []
+    try:
+        configuration = transformers.AutoConfig.for_model(**fields)
+        with torch.device("meta"):
+            if names and hasattr(transformers, names[0]):
+                model = getattr(transformers, names[0])(configuration)
+            else:
+                model = transformers.AutoModelForCausalLM.from_config(configuration)
+    except ValueError as error:
+        told = str(error).splitlines()[0].partition(" Should contain")[0]
+        raise click.BadParameter(
+            f"transformers {transformers.__version__} makes no model of {path}: {told} Allowed is a config.json with a "
+            "model_type that it knows, and a class of it in architectures"
+        ) from error
     with torch.device("meta"):
-        if names and hasattr(transformers, names[0]):
-            model = getattr(transformers, names[0])(configuration)
-        else:
-            model = transformers.AutoModelForCausalLM.from_config(configuration)
         inputs: dict[str, Any] = {"input_ids": torch.empty(batch, sequence, dtype=torch.long)}
     if getattr(configuration, "use_cache", False):
         inputs["use_cache"] = False
