@@ -1,6 +1,8 @@
 """`python -m tritondt plan-model`: plans of factories and of configurations, and what it refuses."""
 
 import json
+import re
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,25 @@ def test_all_meshes_of_so_many_ranks_are_compared():
         "dp=1,tp=4, host half as fast",
         "dp=1,tp=4, network half as fast",
     ]
+
+
+def test_the_page_has_the_program_and_the_tables_of_a_plan_and_of_all_meshes(tmp_path: Path):
+    path, arguments = tmp_path / "plan.html", (f"{HERE}:make", "--objective", "memory", "--html")
+    text = run(*arguments, str(path), "--mesh", "dp=2,tp=2")
+    assert text.exit_code == 0, text.output
+    written = path.read_text()
+    assert "<h1>a step of rank 0 of dp=2,tp=2</h1>" in written
+    assert escape(text.stdout.partition("\n\n")[0]) in written
+    cells = re.findall("<td>(.*?)</td>", written)
+    assert cells[:3] == ["0", "cut 32 features", "1"]
+    assert escape(text.stdout.splitlines()[-1]) in written
+    assert "http" not in written
+    assert run(*arguments, str(path), "--ranks", "4").exit_code == 0
+    cells = re.findall("<td>(.*?)</td>", path.read_text())
+    assert {"dp=1,tp=4", "dp=2,tp=2", "dp=4,tp=1", "dp=1,tp=4, host half as fast"} <= set(cells)
+    refused = run(*arguments, str(tmp_path / "none" / "plan.html"), "--mesh", "tp=2")
+    assert refused.exit_code == 2
+    assert "plan.html cannot be written: No such file or directory" in " ".join(refused.output.split())
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tritondt.cli.bench.collective.sizes import parse_bytes
+from tritondt.cli.outputs import refuse_unwritable
 from tritondt.cli.progress import ProgressLine
 from tritondt.errors import ParallelizeError
 
@@ -34,6 +35,12 @@ def _memory(_: click.Context, __: click.Parameter, text: str | None) -> int | No
     return None if text is None else parse_bytes(text)
 
 
+def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
+    if path is not None:
+        refuse_unwritable(path)
+    return path
+
+
 @click.command("plan-model")
 @click.argument("factory", metavar="MODULE:FACTORY", required=False)
 @click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A config.json instead.")
@@ -41,14 +48,21 @@ def _memory(_: click.Context, __: click.Parameter, text: str | None) -> int | No
 @click.option("--ranks", type=click.IntRange(1), help="Compare all meshes of so many ranks instead.")
 @click.option("--memory", callback=_memory, metavar="SIZE", help="Most memory of a rank, as 80G (of 1024 MB).")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose prices.")
-@click.option("--ranks-per-host", type=click.IntRange(1), default=8, show_default=True)
 @click.option(
-    "--objective", type=click.Choice(["step time", "bytes", "memory"]), default="step time", show_default=True
+    "--ranks-per-host", type=click.IntRange(1), default=8, show_default=True, help="Neighbouring ranks on each host."
+)
+@click.option(
+    "--objective",
+    type=click.Choice(["step time", "bytes", "memory"]),
+    default="step time",
+    show_default=True,
+    help="What is to be least: predicted, or received or held by a rank.",
 )
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw, adam, sgd or sgd with momentum.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences, with --config.")
 @click.option("--sequence", type=click.IntRange(1), default=2048, show_default=True, help="Tokens, with --config.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of parameters, with --config.")
+@click.option("--html", callback=_writable, metavar="FILE", help="Write a page with the program and the tables.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def plan_model(
     factory: str | None,
@@ -63,6 +77,7 @@ def plan_model(
     batch: int,
     sequence: int,
     dtype: str,
+    html: str | None,
     as_json: bool,
 ) -> None:
     """Find the layout of a model: styles, bytes, memory, predicted time.
@@ -96,7 +111,9 @@ def plan_model(
             assert ranks is not None, "one of both was given"
             hosts = -(-ranks // ranks_per_host)
             found = found_plan.find_mesh(model, ranks, inputs, hosts=hosts, **options)
-    click.echo(json.dumps(json.loads(found.to_json())) if as_json else str(found))
+    if html is not None:
+        importlib.import_module("tritondt.cli.plan_model_page").write_page(Path(html), found)
+    click.echo(found.to_json() if as_json else str(found))
 
 
 def _of_factory(name: str) -> tuple[nn.Module, Any]:

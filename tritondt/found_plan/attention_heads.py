@@ -29,7 +29,18 @@ def knows_heads(module: nn.Module, cut: HeadCut) -> bool:
 def adapt_heads(model: nn.Module, heads: Sequence[HeadCut], mesh: DeviceMesh | Mesh) -> None:
     """Sets attributes such as `num_key_value_groups`, where modules have them, to numbers of this rank's heads.
 
-    `mesh` is the one over which `parallelize_module` has laid the model out; nothing is sent.
+    `mesh` is the one over which `parallelize_module` has laid the model out; nothing is sent. Raises ParallelizeError
+    for a mesh on which a rank has no head.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def groups_of(rank):
+    ...     attention = nn.ModuleDict({"q": nn.Linear(24, 24), "k": nn.Linear(24, 8), "v": nn.Linear(24, 8)})
+    ...     attention.num_key_value_groups = 3
+    ...     cut = HeadCut("attention", ("q", "k", "v"), num_heads=6, num_key_heads=2, head_dim=4)
+    ...     adapt_heads(nn.ModuleDict({"attention": attention}), [cut], Mesh((4,)))
+    ...     return attention.num_key_value_groups
+    >>> run_ranks(4, groups_of)
+    [2, 1, 2, 1]
     """
     over = canonical_mesh(mesh)
     for cut in heads:
