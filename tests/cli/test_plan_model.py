@@ -1,6 +1,8 @@
 """`python -m tritondt plan-model`: plans of factories and of configurations, and what it refuses."""
 
 import json
+import re
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,25 @@ def test_all_meshes_of_so_many_ranks_are_compared():
     ]
 
 
+def test_the_page_has_the_program_and_the_tables_of_a_plan_and_of_all_meshes(tmp_path: Path):
+    path, arguments = tmp_path / "plan.html", (f"{HERE}:make", "--objective", "memory", "--html")
+    text = run(*arguments, str(path), "--mesh", "dp=2,tp=2")
+    assert text.exit_code == 0, text.output
+    written = path.read_text()
+    assert "<h1>a step of rank 0 of dp=2,tp=2</h1>" in written
+    assert escape(text.stdout.partition("\n\n")[0]) in written
+    cells = re.findall("<td>(.*?)</td>", written)
+    assert cells[:3] == ["0", "cut 32 features", "1"]
+    assert escape(text.stdout.splitlines()[-1]) in written
+    assert "http" not in written
+    assert run(*arguments, str(path), "--ranks", "4").exit_code == 0
+    cells = re.findall("<td>(.*?)</td>", path.read_text())
+    assert {"dp=1,tp=4", "dp=2,tp=2", "dp=4,tp=1", "dp=1,tp=4, host half as fast"} <= set(cells)
+    refused = run(*arguments, str(tmp_path / "none" / "plan.html"), "--mesh", "tp=2")
+    assert refused.exit_code == 2
+    assert "plan.html cannot be written: No such file or directory" in " ".join(refused.output.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -57,6 +78,8 @@ def test_all_meshes_of_so_many_ranks_are_compared():
         ((f"{HERE}:make",), "give --mesh or --ranks, one of them"),
         ((f"{HERE}:make", "--mesh", "tp"), "'tp' is no list of axes such as dp=4,tp=8"),
         ((f"{HERE}:made", "--mesh", "tp=2"), f"module '{HERE}' has no attribute 'made'"),
+        ((f"{HERE}:make", "--mesh", "tp=2,tp=4"), "'tp=2,tp=4' has two axes of one name; allowed is a list of axes"),
+        ((f"{HERE}:HERE", "--mesh", "tp=2"), f"'{HERE}:HERE' is a str; allowed is a function without arguments"),
         (("make", "--mesh", "tp=2"), "'make' is no MODULE:FACTORY, as mymodels.llama:make"),
         ((f"{HERE}:make_nothing", "--mesh", "tp=2"), "returned a NoneType; allowed is a pair: a model, example inputs"),
         ((f"{HERE}:make", "--mesh", "pp=2"), "nothing can use the axis 'pp' of 2 ranks"),
@@ -95,5 +118,15 @@ def test_a_configuration_of_transformers_takes_no_weights(tmp_path: Path):
     assert found.exit_code == 0, found.output
     styles = dict(FoundPlan.from_json(found.stdout).laid_out.styles)
     assert styles["model.layers.*.self_attn.k_proj"].code() == "KeyValueParallel(unit=16)"
-    path.write_text("{}")
-    assert "has no model_type; allowed is a config.json" in run("--config", str(path), "--mesh", "tp=4").output
+    for text, sentence in [
+        ("{}", "has no model_type; allowed is a config.json"),
+        ("no JSON", "is no JSON (Expecting value: line 1 column 1 (char 0)); allowed is a config.json of a model"),
+        (
+            '{"model_type": "nonsense"}',
+            "Unrecognized model identifier: nonsense. Allowed is a config.json with a",
+        ),
+    ]:
+        path.write_text(text)
+        refused = run("--config", str(path), "--mesh", "tp=4")
+        assert refused.exit_code == 2
+        assert sentence in " ".join(refused.output.split())

@@ -1,5 +1,7 @@
 """find_plan by itself: choices against all there are, refusals with their sentences, and no memory taken."""
 
+import logging
+from io import StringIO
 from itertools import combinations
 from random import Random
 from typing import Any, cast
@@ -91,6 +93,7 @@ def test_inputs_that_do_not_fit_are_refused_by_the_module_that_they_do_not_fit()
         ({"dp": 2, "pp": 3}, None, r"nothing can use the axis 'pp' of 3 ranks"),
         ({"dp": 2, "fsdp": 2}, None, r"the axes \['dp', 'fsdp'\] would both have the role 'data'"),
         ({"tp": 0}, None, r"find_plan got the mesh \{'tp': 0\}; allowed are sizes of at least 1 by name"),
+        ({"x": 2}, {"tensor": "x", "data": "x"}, r"two roles for one axis; allowed is an axis for each role"),
         ({"tp": 2}, {"expert": "tp"}, r"allowed are the roles \('tensor', 'data'\) with names of the mesh, \('tp',\)"),
     ],
 )
@@ -104,6 +107,8 @@ def test_meshes_whose_axes_have_no_use(mesh, axes, sentence):
     [
         ({"objective": "speed"}, "objective got 'speed'; allowed are 'step time', 'bytes' and 'memory'"),
         ({"optimizer": "lion"}, "optimizer got 'lion'; allowed are adamw, adam, sgd, sgd with momentum"),
+        ({"memory_bytes": 0}, "memory_bytes got 0; allowed is a number of bytes of at least 1"),
+        ({"ranks_per_host": 0}, "ranks_per_host got 0; allowed is a number of ranks of at least 1"),
         ({"device_type": "tpu"}, "device_type got 'tpu'; allowed are cpu, cuda"),
     ],
 )
@@ -121,9 +126,20 @@ def test_memory_that_no_plan_keeps_within_names_the_nearest_and_what_it_lacks():
 
 
 def test_a_plan_is_applied_to_the_mesh_that_it_was_found_for():
-    plan = find_plan(nn.Linear(4, 4), {"tp": 2}, torch.ones(3, 4))
-    with pytest.raises(MeshError, match=r"found for a mesh of tp=2, and apply got tp=3; find one for that"):
-        run_ranks(3, lambda rank: plan.apply(nn.Linear(4, 4), T.Mesh((3,), ("tp",))))
+    plan = find_plan(nn.Linear(4, 4), {"dp": 2}, torch.ones(3, 4))
+    with pytest.raises(MeshError, match=r"found for a mesh of dp=2, and apply got dp=3; find one for that"):
+        run_ranks(3, lambda rank: plan.apply(nn.Linear(4, 4), T.Mesh((3,), ("dp",))))
+
+
+def test_an_axis_that_no_layer_can_use_and_one_that_none_is_worth():
+    pictures = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    with pytest.raises(ParallelizeError, match=r"nothing can use the axis 'tp' of 2 ranks: Sequential has no linear"):
+        find_plan(pictures, {"dp": 2, "tp": 2}, torch.ones(1, 3, 9, 9))
+    with pytest.raises(ParallelizeError, match=r"ends at down is not cut: its layers have fewer heads or features"):
+        find_plan(Dropping(), {"tp": 64}, torch.ones(4, 8))
+    plan = find_plan(Dropping(), {"tp": 2}, torch.ones(4, 8))
+    assert plan.code == "# the model stays as it is"
+    assert "nothing is cut over tp, whose ranks all compute the same: each of the 5 cuts that run would" in str(plan)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"format": 2}', "no JSON"])
@@ -154,6 +170,51 @@ def test_the_model_is_left_as_it_is_and_may_be_on_meta():
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert find_plan(Dropping().to("meta"), {"tp": 2}, torch.ones(4, 8, device="meta")) == found
+
+
+class Turning(nn.Module):
+    """Tables of positions as plain attributes, one of them in a list, as code of Llama keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.turns, self.more = torch.polar(torch.ones(4), torch.arange(4.0)), [torch.arange(8.0)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], 4, 2)) * self.turns).flatten(-2)
+        return cast(Tensor, self.down(F.relu(self.up(turned + self.more[0]))))
+
+
+def test_tensors_that_are_plain_attributes_stay_with_values_and_on_meta():
+    found = find_plan(Turning(), {"tp": 2}, torch.ones(4, 8), objective="memory")
+    assert "up" in dict(found.laid_out.styles)
+    with torch.device("meta"):
+        assert find_plan(Turning(), {"tp": 2}, torch.ones(4, 8), objective="memory") == found
+
+
+class Grouped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 4], dtype=torch.int32)
+        return torch._grouped_mm(x, self.weight, offs=ends)
+
+
+def test_a_refusal_is_one_sentence_and_torch_prints_no_traceback_beside_it():
+    heard = StringIO()
+    listener = logging.StreamHandler(heard)
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(listener)
+    filters = list(log.filters)
+    try:
+        with pytest.raises(ParallelizeError, match=r"_grouped_mm\S* in the model itself \(Grouped\) failed"):
+            find_plan(Grouped(), {"tp": 2}, torch.ones(4, 8))
+    finally:
+        log.removeHandler(listener)
+    assert heard.getvalue() == ""
+    assert log.filters == filters
 
 
 def test_parallel_has_it():

@@ -65,7 +65,7 @@ def train(model: nn.Module, batches: list[dict[str, Any]]) -> list[float]:
 def check(
     make: Callable[[], nn.Module], inputs: Inputs, sizes: dict[str, int], *, every: bool = False, **options: Any
 ) -> FoundPlan:
-    """The plan found for a model, after training by it on rank threads, first and last of which are predicted."""
+    """The plan found for a model, trained by its code on rank threads, first and last of which are predicted."""
     axes = mesh_axes(sizes)
     num_parts = axes.size(axes.data)
     predicted = range(axes.num_ranks) if every else (0, axes.num_ranks - 1)
@@ -75,16 +75,23 @@ def check(
     plan = find_plan(seeded(make), sizes, inputs(0), costs=costs, **options)
     assert FoundPlan.from_json(plan.to_json()) == plan
 
+    def laid_out(mesh: T.Mesh, *, by_code: bool = False) -> nn.Module:
+        model: nn.Module = seeded(make)
+        if not by_code:
+            return plan.apply(model, mesh)
+        exec(plan.code, {"model": model, "mesh": dict.fromkeys(axes.names, mesh)})
+        return model
+
     def body(rank: int) -> Any:
         own = inputs(axes.index_along(axes.data, rank))
-        model = plan.apply(seeded(make), T.Mesh(axes.sizes, axes.names))
+        mesh = T.Mesh(axes.sizes, axes.names)
+        model = laid_out(mesh)
         with CommDebugMode() as comm:
             loss_of(model, own).backward()
-        model.zero_grad()
         messages = sum(count.num_sent for count in comm.by_kind().values())
         counted = comm.get_sent_bytes(), comm.get_received_bytes(), messages
         if rank not in predicted:
-            return train(model, [own])
+            return train(laid_out(mesh, by_code=mesh.ndim == 1), [own])
         prices = Prices("cpu", costs, world.current().hosts(range(axes.num_ranks)))
         step = predicted_step(
             seeded(make), ((), own), axes, plan.laid_out, prices, rank, train=True, optimizer_tensors=2
@@ -96,7 +103,7 @@ def check(
         )
         assert held == step.memory.parameters
         assert rank or step == plan.step
-        return train(model, [own])
+        return train(laid_out(mesh, by_code=mesh.ndim == 1), [own])
 
     found = run_ranks(axes.num_ranks, body)
     means = [sum(losses) / axes.num_ranks for losses in zip(*found, strict=True)]
@@ -140,6 +147,42 @@ def test_fewer_key_heads_than_ranks_a_norm_of_heads_and_a_shared_table_over_two_
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"dp": 4}], ids=str)
 def test_every_objective_on_every_mesh(make, inputs, sizes, objective):
     check(make, inputs, sizes, every=True, objective=objective)
+
+
+def rows_of(part: int) -> dict[str, Any]:
+    return {"input": torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(part))}
+
+
+def blocks_alone() -> nn.Sequential:
+    """A model that is itself the list of its blocks."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6)) for _ in range(2)))
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_a_model_that_is_a_list_of_blocks(sizes):
+    plan = check(blocks_alone, rows_of, sizes, objective="memory")
+    assert plan.laid_out.sharded == ("*",)
+    assert 'for block in model:\n    fully_shard(block, mesh=mesh["dp"])' in plan.code
+
+
+class Often(nn.Module):
+    """Blocks of which one runs twice under two names, and lists of which each block runs twice, and not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = blocks_alone()
+        self.listed = nn.ModuleList([first, second, first])
+        self.twice, self.never, self.once = (nn.ModuleList(blocks_alone()) for _ in range(3))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        for block in (*self.listed, *self.twice, *self.twice, *self.once):
+            input = input + block(input)
+        return input
+
+
+def test_blocks_that_do_not_run_just_once_stay_in_the_group_of_the_model():
+    plan = check(Often, rows_of, {"dp": 2})
+    assert plan.laid_out.sharded == ("listed.1", "once.*")
 
 
 def test_code_that_has_the_number_of_heads_written_out_runs_on_distributed_tensors():

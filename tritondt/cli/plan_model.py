@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tritondt.cli.bench.collective.sizes import parse_bytes
+from tritondt.cli.outputs import refuse_unwritable
 from tritondt.cli.progress import ProgressLine
 from tritondt.errors import ParallelizeError
 
@@ -22,14 +23,22 @@ def _axes(_: click.Context, __: click.Parameter, text: str | None) -> dict[str, 
     if text is None:
         return None
     try:
-        pairs = [item.split("=") for item in text.split(",")]
-        return {name.strip(): int(size) for name, size in pairs}
+        pairs = [(name.strip(), int(size)) for name, size in (item.split("=") for item in text.split(","))]
     except ValueError:
         raise click.BadParameter(f"{text!r} is no list of axes such as dp=4,tp=8") from None
+    if len(dict(pairs)) < len(pairs):
+        raise click.BadParameter(f"{text!r} has two axes of one name; allowed is a list of axes such as dp=4,tp=8")
+    return dict(pairs)
 
 
 def _memory(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
     return None if text is None else parse_bytes(text)
+
+
+def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
+    if path is not None:
+        refuse_unwritable(path)
+    return path
 
 
 @click.command("plan-model")
@@ -39,14 +48,21 @@ def _memory(_: click.Context, __: click.Parameter, text: str | None) -> int | No
 @click.option("--ranks", type=click.IntRange(1), help="Compare all meshes of so many ranks instead.")
 @click.option("--memory", callback=_memory, metavar="SIZE", help="Most memory of a rank, as 80G (of 1024 MB).")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose prices.")
-@click.option("--ranks-per-host", type=click.IntRange(1), default=8, show_default=True)
 @click.option(
-    "--objective", type=click.Choice(["step time", "bytes", "memory"]), default="step time", show_default=True
+    "--ranks-per-host", type=click.IntRange(1), default=8, show_default=True, help="Neighbouring ranks on each host."
+)
+@click.option(
+    "--objective",
+    type=click.Choice(["step time", "bytes", "memory"]),
+    default="step time",
+    show_default=True,
+    help="What is to be least: predicted, or received or held by a rank.",
 )
 @click.option("--optimizer", default="adamw", show_default=True, help="adamw, adam, sgd or sgd with momentum.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences, with --config.")
 @click.option("--sequence", type=click.IntRange(1), default=2048, show_default=True, help="Tokens, with --config.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of parameters, with --config.")
+@click.option("--html", callback=_writable, metavar="FILE", help="Write a page with the program and the tables.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def plan_model(
     factory: str | None,
@@ -61,6 +77,7 @@ def plan_model(
     batch: int,
     sequence: int,
     dtype: str,
+    html: str | None,
     as_json: bool,
 ) -> None:
     """Find the layout of a model: styles, bytes, memory, predicted time.
@@ -94,7 +111,9 @@ def plan_model(
             assert ranks is not None, "one of both was given"
             hosts = -(-ranks // ranks_per_host)
             found = found_plan.find_mesh(model, ranks, inputs, hosts=hosts, **options)
-    click.echo(json.dumps(json.loads(found.to_json())) if as_json else str(found))
+    if html is not None:
+        importlib.import_module("tritondt.cli.plan_model_page").write_page(Path(html), found)
+    click.echo(found.to_json() if as_json else str(found))
 
 
 def _of_factory(name: str) -> tuple[nn.Module, Any]:
@@ -108,6 +127,8 @@ def _of_factory(name: str) -> tuple[nn.Module, Any]:
         made = getattr(importlib.import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise click.BadParameter(f"{name!r} was not found: {error}") from error
+    if not callable(made):
+        raise click.BadParameter(f"{name!r} is a {type(made).__name__}; allowed is a function without arguments")
     torch = importlib.import_module("torch")
     with torch.device("meta"):
         found = made()
@@ -123,18 +144,29 @@ def _of_config(path: Path | None, batch: int, sequence: int, dtype: str) -> tupl
     except ModuleNotFoundError as error:
         raise click.UsageError("--config needs transformers: pip install transformers") from error
     torch = importlib.import_module("torch")
-    fields = json.loads(path.read_text())
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise click.BadParameter(f"{path} is no JSON ({error}); allowed is a config.json of a model") from error
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise click.BadParameter(f"{path} has no model_type; allowed is a config.json of a model of transformers")
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise click.BadParameter(f"{dtype!r} is no dtype of torch, as bfloat16")
-    configuration = transformers.AutoConfig.for_model(**fields)
     names = fields.get("architectures") or []
+    try:
+        configuration = transformers.AutoConfig.for_model(**fields)
+        with torch.device("meta"):
+            if names and hasattr(transformers, names[0]):
+                model = getattr(transformers, names[0])(configuration)
+            else:
+                model = transformers.AutoModelForCausalLM.from_config(configuration)
+    except ValueError as error:
+        told = str(error).splitlines()[0].partition(" Should contain")[0]
+        raise click.BadParameter(
+            f"transformers {transformers.__version__} makes no model of {path}: {told} Allowed is a config.json with a "
+            "model_type that it knows, and a class of it in architectures"
+        ) from error
     with torch.device("meta"):
-        if names and hasattr(transformers, names[0]):
-            model = getattr(transformers, names[0])(configuration)
-        else:
-            model = transformers.AutoModelForCausalLM.from_config(configuration)
         inputs: dict[str, Any] = {"input_ids": torch.empty(batch, sequence, dtype=torch.long)}
     if getattr(configuration, "use_cache", False):
         inputs["use_cache"] = False

@@ -1,7 +1,7 @@
 """Parameters sharded over the data axis: the groups that fully_shard gathers, and the exchanges of a step."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from math import prod
 from typing import NamedTuple
 
@@ -79,14 +79,27 @@ def _shards(flat: FlatLayout) -> Layout:
     return Layout((flat.num_ranks,), (Shard(0, sizes=flat.lengths),), (flat.numel,))
 
 
-def sharded_modules(model: nn.Module, blocks: RepeatedBlocks) -> list[str]:
-    """Names of the modules that are sharded one by one: the repeated blocks that have parameters."""
-    return [name for name in blocks.names() if next(model.get_submodule(name).parameters(), None) is not None]
+def sharded_patterns(model: nn.Module, blocks: RepeatedBlocks, called_once: Set[str]) -> tuple[str, ...]:
+    """Patterns of the modules that are sharded one by one: the repeated blocks that have parameters.
+
+    Blocks that a step does not call exactly once stay in the group of the model: each call would gather them again, and
+    without a call nothing would.
+    """
+    modules = {name: model.get_submodule(name) for name in blocks.names()}
+    num_names = Counter(map(id, modules.values()))
+    kept = {
+        name: blocks.pattern(name)
+        for name, module in modules.items()
+        if name in called_once and num_names[id(module)] == 1 and next(module.parameters(), None) is not None
+    }
+    others = {blocks.pattern(name) for name in modules.keys() - kept.keys()}
+    return tuple(dict.fromkeys(name if pattern in others else pattern for name, pattern in kept.items()))
 
 
 def sharded_names(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Names of the modules that patterns name, in the patterns' order."""
-    return [name for pattern in patterns for name, _ in model.named_modules() if matches(name, pattern)]
+    names = [name for name, _ in model.named_modules() if name]
+    return [name for pattern in patterns for name in names if matches(name, pattern)]
 
 
 def sum_apart(model: nn.Module, names: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """find_plan: the plan of a model over a mesh, found from one recording, trials of its parts, and a search."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import ArgumentError, ParallelizeError
 from tritondt.errors.arguments import checked
-from tritondt.found_plan.attention_heads import HeadCut
+from tritondt.found_plan.attention_heads import HeadCut, knows_heads
 from tritondt.found_plan.candidates import Candidate
-from tritondt.found_plan.data_sharding import sharded_modules
+from tritondt.found_plan.data_sharding import sharded_patterns
 from tritondt.found_plan.dry_run import Phase, Tally, dry_run
 from tritondt.found_plan.found_plan import FoundPlan
 from tritondt.found_plan.mesh_axes import MeshAxes, mesh_axes
@@ -76,12 +76,15 @@ def find_plan(
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     >>> print(find_plan(model, {"tp": 2}, torch.zeros(4, 8), objective="memory").code)
+    from tritondt.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     plan = {
         '0': ColwiseParallel(balanced=True),
         '2': RowwiseParallel(balanced=True),
     }
     parallelize_module(model, mesh["tp"], plan)
     """
+    if memory_bytes is not None and memory_bytes < 1:
+        raise ArgumentError(f"memory_bytes got {memory_bytes:,}; allowed is a number of bytes of at least 1")
     wanted = Wanted(objective, memory_bytes, train, _checked(optimizer, objective))
     found = mesh_axes(mesh, axes)
     if isinstance(mesh, Mapping):
@@ -141,7 +144,7 @@ class _Finder:
             recording = self._record()
             chosen, parts, notes, is_exact = self._search(recording)
         styles, heads, plain = self._laid_out(chosen, recording)
-        sharded = () if self.axes.data is None else self._sharded()
+        sharded = () if self.axes.data is None else self._sharded(recording)
         laid_out = LaidOut(styles, heads, plain, sharded)
         args = (self.model, self.inputs, self.axes, laid_out, self.prices)
         step = predicted_step(*args, rank, train=self.wanted.train, optimizer_tensors=self.wanted.optimizer_tensors)
@@ -150,10 +153,11 @@ class _Finder:
         costs = tuple(_part_cost(part) for part in parts if part.candidate in chosen.candidates)
         return FoundPlan(self.axes, laid_out, rank, step, costs, tuple(notes), is_exact)
 
-    def _sharded(self) -> tuple[str, ...]:
+    def _sharded(self, recording: Recording) -> tuple[str, ...]:
         """Patterns of the modules that are sharded one by one."""
-        blocks = RepeatedBlocks(self.model)
-        return tuple(dict.fromkeys(blocks.pattern(name) for name in sharded_modules(self.model, blocks)))
+        once = [self._real(name) for name, number in recording.num_calls.items() if number == 1]
+        called_once = {alike for name in once for alike in self.blocks.all_alike(name)}
+        return sharded_patterns(self.model, RepeatedBlocks(self.model), called_once)
 
     def _stand_in(self) -> tuple[nn.Module, tuple[Any, dict[str, Any]]]:
         model = stand_in(self.model, self.blocks if self.is_truncated else None)
@@ -189,6 +193,13 @@ class _Finder:
         chosen = chosen or min(listed, key=lambda each: self._memory(whole.plus(each.cost)))
         ends = {self.blocks.pattern(self._real(name)): why for name, why in trials.refused.items()}
         notes = [f"the part that ends at {pattern} is not cut: {why}" for pattern, why in ends.items()]
+        if not parts:
+            raise ParallelizeError(self._unused_text(notes))
+        if not chosen.candidates:
+            notes.append(
+                f"nothing is cut over {self.axes.tensor}, whose ranks all compute the same: each of the {len(parts)} "
+                f"cuts that run would take more {self.wanted.objective}"
+            )
         return chosen, parts, notes, is_exact
 
     def _real(self, name: str) -> str:
@@ -258,6 +269,7 @@ class _Finder:
             each._replace(pattern=pattern)
             for candidate in chosen.candidates
             for each in candidate.heads
+            if knows_heads(self.model.get_submodule(self._real(each.pattern)), each)
             for pattern in self._patterns(each.pattern)
         )
         plain = any(candidate.replicates_plain for candidate in chosen.candidates)
@@ -279,6 +291,15 @@ class _Finder:
             return False
         inside = [f"{name}.{child}".lstrip(".") for child, each in module.named_modules() if child and each._parameters]
         return all(child in recording.called for child in inside)
+
+    def _unused_text(self, notes: Sequence[str]) -> str:
+        name, size = self.axes.tensor, self.axes.size(self.axes.tensor)
+        whys = "".join(f"; {note}" for note in notes)
+        return (
+            f"nothing can use the axis {name!r} of {size} ranks: {type(self.model).__name__} has no linear layer or "
+            f"table inside that can be cut in {size}{whys}; allowed are fewer ranks on it, or an axis that shards "
+            "parameters in its place"
+        )
 
     def _lacks_text(self, step: StepCost) -> str:
         bound, total = self.wanted.memory_bytes, step.memory.total

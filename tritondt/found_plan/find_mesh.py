@@ -36,12 +36,16 @@ class FoundMesh:
         """The best plan of all."""
         return self.plans[0]
 
-    def explain(self) -> str:
-        """Lines with the five best meshes, and with what slower links make of the best."""
+    def rows(self) -> list[tuple[str, ...]]:
+        """Head and rows of the table of the five best meshes, and of the best with slower links."""
         head = ("mesh", "predicted", "computing", "moving", "hidden", "bytes in", "of other hosts", "memory")
         rows: list[tuple[str, ...]] = [head]
         rows += [_cells(str(plan.mesh), plan.step) for plan in self.plans[:_MOST_SHOWN]]
-        rows += [_cells(f"{self.best.mesh}, {link} half as fast", step) for link, step in self.slower]
+        return rows + [_cells(f"{self.best.mesh}, {link} half as fast", step) for link, step in self.slower]
+
+    def explain(self) -> str:
+        """Lines with the five best meshes, and with what slower links make of the best."""
+        rows = self.rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join(

@@ -44,22 +44,40 @@ class FoundPlan:
 
     @property
     def code(self) -> str:
-        """Lines of Python that lay a model out by this plan, to be pasted and edited."""
-        lines = []
-        if self.laid_out.styles:
+        """Lines of Python that lay `model` out over `mesh` by this plan, to be pasted and edited."""
+        lines, laid_out = list[str](), self.laid_out
+        over = f'mesh["{self.mesh.tensor}"]'
+        if laid_out.styles:
             lines.append("plan = {")
-            lines += [f"    {pattern!r}: {choice.code()}," for pattern, choice in self.laid_out.styles]
+            lines += [f"    {pattern!r}: {choice.code()}," for pattern, choice in laid_out.styles]
             lines.append("}")
-            plain = ', plain_tensors="replicated"' if self.laid_out.replicates_plain else ""
-            lines.append(f'parallelize_module(model, mesh["{self.mesh.tensor}"], plan{plain})')
+            plain = ', plain_tensors="replicated"' if laid_out.replicates_plain else ""
+            lines.append(f"parallelize_module(model, {over}, plan{plain})")
+        if laid_out.heads:
+            lines.append("heads = [")
+            lines += [f"    HeadCut{tuple(cut)!r}," for cut in laid_out.heads]
+            lines += ["]", f"adapt_heads(model, heads, {over})"]
         if self.mesh.data is not None:
-            for pattern in self.laid_out.sharded:
+            for pattern in laid_out.sharded:
                 parent, _, last = pattern.rpartition(".")
                 loop = last == "*"
-                lines.append(f"for block in model.{parent}:" if loop else f'block = model.get_submodule("{pattern}")')
+                is_plain = all(part.isidentifier() for part in ("model", *parent.split(".")) if part)
+                blocks = f"model.{parent}".rstrip(".") if is_plain else f"model.get_submodule({parent!r})"
+                lines.append(f"for block in {blocks}:" if loop else f"block = model.get_submodule({pattern!r})")
                 lines.append(f'{"    " * loop}fully_shard(block, mesh=mesh["{self.mesh.data}"])')
             lines.append(f'fully_shard(model, mesh=mesh["{self.mesh.data}"])')
-        return "\n".join(lines) or "# the model stays as it is"
+        return "\n".join([*self._imports("\n".join(lines)), *lines]) or "# the model stays as it is"
+
+    def _imports(self, code: str) -> list[str]:
+        """Lines that import the names of a program."""
+        kinds = {choice.kind for _, choice in self.laid_out.styles}
+        wanted = {
+            "tritondt": [name for name in ("Replicate", "Shard") if f"={name}(" in code],
+            "tritondt.found_plan": ["HeadCut", "adapt_heads"] if self.laid_out.heads else [],
+            "tritondt.fsdp": ["fully_shard"] if self.mesh.data is not None else [],
+            "tritondt.parallel": [*sorted(kinds), "parallelize_module"] if kinds else [],
+        }
+        return [f"from {module} import {', '.join(names)}" for module, names in wanted.items() if names]
 
     @checked
     def apply(self, model: nn.Module, mesh: DeviceMesh | Mesh, *, src_data_rank: int | None = 0) -> nn.Module:

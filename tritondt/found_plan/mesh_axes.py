@@ -106,4 +106,6 @@ def _roles(names: tuple[str, ...], axes: Mapping[str, str] | None) -> dict[str, 
     unknown = [role for role, name in axes.items() if role not in _ROLES or name not in names]
     if unknown:
         raise MeshError(f"axes got {dict(axes)!r}; allowed are the roles {_ROLES} with names of the mesh, {names}")
+    if len(set(axes.values())) < len(axes):
+        raise MeshError(f"axes got {dict(axes)!r}, two roles for one axis; allowed is an axis for each role")
     return dict(axes)

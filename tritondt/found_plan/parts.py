@@ -21,6 +21,7 @@ _FEWEST = 2
 _COPIES = ("aten.clone", "aten.empty", "aten._to_copy", "aten.copy_", "aten.detach", "aten._unsafe_view", "aten.zeros")
 # Refusals of layouts, and what the code of a model raises on shapes that it was not written for.
 _FAILURES = (TritondtError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError)
+_WRITTEN_OUT = "its code has its number of heads written out, or draws random numbers, and ranks cannot share key heads"
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Trials:
                     why = fits
                     continue
                 candidate = region_candidate(model, form, num_ranks, as_distributed=fits)
-                found = "fewer key heads than ranks" if candidate is None else self._try(candidate)
+                found = _WRITTEN_OUT if candidate is None else self._try(candidate)
                 if candidate is not None and isinstance(found, Tally):
                     yield candidate, found
                     return

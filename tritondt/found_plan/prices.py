@@ -71,6 +71,8 @@ def built_in_prices(device_type: str, num_ranks: int, ranks_per_host: int, costs
     """Prices without a world: built-in ones, or those given, of consecutive ranks on each host."""
     if device_type not in built_in(1):
         raise ArgumentError(f"device_type got {device_type!r}; allowed are {', '.join(built_in(1))}")
+    if ranks_per_host < 1:
+        raise ArgumentError(f"ranks_per_host got {ranks_per_host}; allowed is a number of ranks of at least 1")
     table = chosen(device_type).price(built_in(ranks_per_host)[device_type]) if costs is None else costs
     return Prices(device_type, table, tuple(rank // table.ranks_per_host for rank in range(num_ranks)))
 

@@ -1,5 +1,6 @@
 """One forward pass of a model without memory: which modules and operators ran, and which tensors go where."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -35,13 +36,14 @@ class Call(NamedTuple):
 class Recording:
     """Calls of one pass in their order; `results` are the numbers of what the model gives back.
 
-    `called` has all modules that were called, and whether a tensor was their first argument; `parameters` are the
-    numbers of parameters that operators outside of layers read.
+    `called` has all modules that were called, and whether a tensor was their first argument, `num_calls` how often;
+    `parameters` are the numbers of parameters that operators outside of layers read.
     """
 
     calls: list[Call] = field(default_factory=list)
     results: frozenset[int] = frozenset()
     called: dict[str, bool] = field(default_factory=dict)
+    num_calls: Counter[str] = field(default_factory=Counter)
     parameters: frozenset[int] = frozenset()
 
     def calls_of(self, name: str) -> list[Call]:
@@ -107,6 +109,7 @@ class _Recorder(TorchDispatchMode):
     def before(self, name: str, *, is_layer: bool) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self.running.append(name)
+            self.recording.num_calls[name] += 1
             first = next(iter((*args, *kwargs.values())), None)
             called = self.recording.called
             called[name] = called.get(name, True) and isinstance(first, torch.Tensor)

@@ -37,7 +37,12 @@ class RepeatedBlocks:
 
     def names(self) -> list[str]:
         """Names of all blocks of the lists."""
-        return [f"{name}.{index}" for name, groups in self._groups.items() for indices in groups for index in indices]
+        return [
+            f"{name}.{index}".lstrip(".")
+            for name, groups in self._groups.items()
+            for indices in groups
+            for index in indices
+        ]
 
     def _place(self, name: str) -> tuple[str, int, str, list[list[int]]] | None:
         """The list that a module is in, its index there, the rest of its name, and the groups; None outside of all."""

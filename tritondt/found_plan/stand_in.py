@@ -1,6 +1,8 @@
 """Stand-ins for a model and its inputs: tensors with shapes and without memory, and one of each kind of block."""
 
 import copy
+import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tritondt import identity
 from tritondt.found_plan.repeated_blocks import RepeatedBlocks
@@ -19,8 +21,23 @@ def without_memory(rank: int, num_ranks: int) -> Iterator[None]:
     """Context in which the thread is one rank of so many that nobody else is, and new tensors take no memory."""
     who = identity.Identity(identity.new_generation(), rank, num_ranks)
     # Constants of a model, which are no buffers of it, come as they are.
-    with identity.assumed(who), FakeTensorMode(allow_non_fake_inputs=True):
+    with identity.assumed(who), _without_torch_log(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
+
+
+@contextmanager
+def _without_torch_log() -> Iterator[None]:
+    """Context in which torch does not print what fails on tensors without memory: a trial that fails is an answer."""
+    log, caller = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != caller
+
+    log.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_of_others)
 
 
 def stand_in(model: nn.Module, blocks: RepeatedBlocks | None = None) -> nn.Module:
@@ -34,6 +51,11 @@ def stand_in(model: nn.Module, blocks: RepeatedBlocks | None = None) -> nn.Modul
         memo[id(parameter)] = made
     for buffer in model.buffers():
         memo[id(buffer)] = _like(buffer)
+    for module in model.modules():
+        # Tensors that code keeps as plain attributes, tables of positions say; those with values keep them.
+        for constant in tree_leaves(vars(module)):
+            if isinstance(constant, torch.Tensor):
+                memo.setdefault(id(constant), constant if constant.device.type == "cpu" else _like(constant))
     if blocks is not None:
         for name, kept in blocks.kept():
             container = model.get_submodule(name)

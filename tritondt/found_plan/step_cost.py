@@ -73,23 +73,31 @@ def explanation_text(
     mesh: MeshAxes, rank: int, step: StepCost, parts: Sequence[PartCost], notes: Sequence[str], *, is_exact: bool
 ) -> str:
     """Table of the parts, and lines with the sums of the step and the memory of a rank."""
-    head = ("part", "layout", "times", "forward in", "backward in", "messages", "FLOPs saved", "whole instead")
-    rows = [head, *map(_part_cells, parts)]
-    lines = [f"one step of rank {rank} of {mesh}", *_columns(rows)] if parts else [f"one step of rank {rank} of {mesh}"]
-    lines += ["", *_columns(_traffic_rows(step))]
+    lines = [f"one step of rank {rank} of {mesh}"]
+    lines += _columns(part_rows(parts)) if parts else []
+    lines += ["", *_columns(traffic_rows(step)), *closing_lines(step, notes, is_exact=is_exact)]
+    return "\n".join(lines)
+
+
+def closing_lines(step: StepCost, notes: Sequence[str], *, is_exact: bool) -> list[str]:
+    """Lines with FLOPs, seconds and memory of a step, and those that say what was not cut, or not looked at."""
     compute_ms, hidden_ms = step.compute_seconds * 1e3, step.hidden_seconds * 1e3
-    lines.append(
-        f"{step.forward_flops + step.backward_flops:,} FLOPs; predicted {step.seconds * 1e3:,.3f} ms: computing "
-        f"{compute_ms:,.3f}, moving {step.traffic.seconds * 1e3:,.3f}, of which {hidden_ms:,.3f} hidden"
-    )
     held = step.memory
-    lines.append(
+    lines = [
+        f"{step.forward_flops + step.backward_flops:,} FLOPs; predicted {step.seconds * 1e3:,.3f} ms: computing "
+        f"{compute_ms:,.3f}, moving {step.traffic.seconds * 1e3:,.3f}, of which {hidden_ms:,.3f} hidden",
         f"memory {held.total:,} bytes: parameters {held.parameters:,}, gradients {held.gradients:,}, optimizer "
-        f"{held.optimizer:,}, activations {held.activations:,}, gathered {held.gathered:,}"
-    )
+        f"{held.optimizer:,}, activations {held.activations:,}, gathered {held.gathered:,}",
+    ]
     if not is_exact:
         lines.append("the search has not looked at all choices: a better plan may exist")
-    return "\n".join([*lines, *notes])
+    return [*lines, *notes]
+
+
+def part_rows(parts: Sequence[PartCost]) -> list[tuple[str, ...]]:
+    """Head and rows of the table of the parts."""
+    head = ("part", "layout", "times", "forward in", "backward in", "messages", "FLOPs saved", "whole instead")
+    return [head, *map(_part_cells, parts)]
 
 
 def _part_cells(part: PartCost) -> tuple[str, ...]:
@@ -107,7 +115,8 @@ def _part_cells(part: PartCost) -> tuple[str, ...]:
     )
 
 
-def _traffic_rows(step: StepCost) -> list[tuple[str, ...]]:
+def traffic_rows(step: StepCost) -> list[tuple[str, ...]]:
+    """Head and rows of the table of what a step moves."""
     named = (
         ("tensor axis, forward", step.tensor_forward),
         ("tensor axis, backward", step.tensor_backward),

@@ -14,6 +14,10 @@ from tritondt.sharding.mesh import Mesh
 
 _QUERIES, _KEYS, _VALUES = ("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")
 _KNOWN = ", ".join(name for names in (_QUERIES, _KEYS, _VALUES) for name in names)
+# Attributes by which the code of attention knows its number of heads.
+HEAD_ATTRIBUTES = frozenset(
+    ("num_key_value_groups", "num_key_value_heads", "num_heads", "num_attention_heads", "all_head_size")
+)
 
 
 class Attention(NamedTuple):
@@ -64,7 +68,7 @@ class Attention(NamedTuple):
             "num_attention_heads": num_heads,
             "all_head_size": num_heads * (self.queries.out_features // self.num_heads),
         }
-        for name in local.keys() & vars(self.module).keys():
+        for name in HEAD_ATTRIBUTES & vars(self.module).keys():
             setattr(self.module, name, local[name])
 
 
