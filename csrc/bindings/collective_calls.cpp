@@ -101,10 +101,11 @@ struct Signature {
   int number;
 };
 
-// What a call gives, until it is found to be none for C.
+// What a call gives, until it is found to be none for C. Tensors are its own: while Python runs,
+// another thread may change the lists that they are from.
 struct Given {
   Key key;
-  std::vector<PyObject*> tensors;  // borrowed from the arguments
+  std::vector<py::object> tensors;
   std::vector<std::uintptr_t> addresses;
 };
 
@@ -162,7 +163,7 @@ class GroupCalls {
             py::object find) {
     if (!is_stream_engine(engine.ptr())) throw py::type_error("calls take a StreamEngine");
     dlpack::DLTensor tensor = {};
-    if (api_ == nullptr || !view(token.ptr(), &tensor)) return;
+    if (api_ == nullptr || !is_known(token.ptr()) || !view(token.ptr(), &tensor)) return;
     if (way_ == nullptr || engine.ptr() != way_->engine.ptr())
       forget();  // labels are of a recorder
     auto& handle = recorder.cast<RecorderHandle&>();
@@ -237,6 +238,11 @@ class GroupCalls {
       all[i] = py::reinterpret_borrow<py::object>(arguments[i]);
     }
     const py::object found = way->find(signature.key_of, tensors, all);
+    Given now;
+    // Python has run: lists may have changed under it, and the stream may be another or none.
+    if (!read(signature, arguments, &now) || now.key != given.key || !is_open_ || way != way_) {
+      return;
+    }
     Kept made;
     if (!found.is_none()) {
       const auto parts = found.cast<py::tuple>();
@@ -309,11 +315,17 @@ class GroupCalls {
       return depth < 2 && add_list(argument, depth, given);
     }
     if (depth > 0 && PyLong_CheckExact(argument)) {
-      given->key.push_back(integer(argument));
-      return true;
+      int overflow = 0;
+      given->key.push_back(PyLong_AsLongLongAndOverflow(argument, &overflow));
+      return overflow == 0;  // Python says what is wrong with it
     }
+    if (!is_known(argument)) return false;
+    // Before the view, which tells of memory that what Python runs may change.
+    PyObject* is_negated = PyObject_CallMethodNoArgs(argument, names->is_neg);
+    if (is_negated == nullptr) throw py::error_already_set();
+    Py_DECREF(is_negated);
     dlpack::DLTensor tensor = {};
-    if (!view(argument, &tensor) || tensor.device.type != device_.type ||
+    if (is_negated != Py_False || !view(argument, &tensor) || tensor.device.type != device_.type ||
         tensor.device.id != device_.id || tensor.dtype.code == kComplex) {
       return false;
     }
@@ -330,14 +342,10 @@ class GroupCalls {
     }
     const auto address = reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.byte_offset;
     if (address == 0 && num_elements != 0) return false;  // its storage was freed under it
-    PyObject* is_negated = PyObject_CallMethodNoArgs(argument, names->is_neg);
-    if (is_negated == nullptr) throw py::error_already_set();
-    Py_DECREF(is_negated);
-    if (is_negated != Py_False) return false;
     given->key.push_back(num_elements);
     given->key.push_back(tensor.num_dims == 0 ? -1 : tensor.shape[0]);
     given->key.push_back(tensor.dtype.code | tensor.dtype.bits << 8 | tensor.dtype.lanes << 16);
-    given->tensors.push_back(argument);
+    given->tensors.push_back(py::reinterpret_borrow<py::object>(argument));
     given->addresses.push_back(address);
     return true;
   }
@@ -348,7 +356,10 @@ class GroupCalls {
     given->key.push_back(length);
     given->key.push_back(0);
     for (Py_ssize_t i = 0; i < length; ++i) {
-      if (!add(PySequence_Fast_GET_ITEM(argument, i), depth + 1, given)) return false;
+      // A mode of torch's functions hears of what tensors are asked, and may change the list.
+      if (PySequence_Fast_GET_SIZE(argument) != length) return false;
+      const auto each = py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(argument, i));
+      if (!add(each.ptr(), depth + 1, given)) return false;
     }
     given->key[at + 1] = depth > 0 && lie_end_to_end(*given, first, at + 2) ? 1 : 0;
     return true;
@@ -371,21 +382,24 @@ class GroupCalls {
   }
 
   // A subclass may be anything: what is of no known class exactly is left to Python.
-  bool view(PyObject* tensor, dlpack::DLTensor* out) const {
+  bool is_known(PyObject* tensor) const {
     const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
-    bool is_known = false;
-    for (const py::handle each : tensor_classes_) is_known |= each.ptr() == type;
-    if (!is_known) return false;
+    bool found = false;
+    for (const py::handle each : tensor_classes_) found |= each.ptr() == type;
+    return found;
+  }
+
+  bool view(PyObject* tensor, dlpack::DLTensor* out) const {
     if (api_->view(tensor, out) == 0) return true;
     PyErr_Clear();  // a tensor that DLPack has no words for
     return false;
   }
 
-  static py::tuple tuple_of(const std::vector<PyObject*>& tensors, std::size_t start,
+  static py::tuple tuple_of(const std::vector<py::object>& tensors, std::size_t start,
                             std::size_t stop) {
     py::tuple made(stop - start);
     for (std::size_t i = start; i < stop; ++i) {
-      PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(i - start), Py_NewRef(tensors[i]));
+      PyTuple_SET_ITEM(made.ptr(), static_cast<Py_ssize_t>(i - start), Py_NewRef(tensors[i].ptr()));
     }
     return made;
   }

@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.overrides import TorchFunctionMode
 
 from tests.harness.gloo_ranks import GlooRanks
 from tritondt.comm import world
 from tritondt.debug.tracing.recording import Recording
-from tritondt.errors import WorldError
+from tritondt.errors import LocalTensorError, PeerError, WorldError
 from tritondt.process_group.collectives import TritondtProcessGroup
 
 RanksOf = Callable[[str, int], GlooRanks]
@@ -149,6 +150,67 @@ def test_tensors_that_differ_by_a_field_are_told_apart(ranks: GlooRanks) -> None
     ranks.run(others)
 
 
+class During(TorchFunctionMode):
+    """Runs `then` when a function of torch of this name is called: what a thread may do to a call that is under way."""
+
+    def __init__(self, name: str, then: Callable[[], object]) -> None:
+        super().__init__()
+        self._name, self._then, self.has_run = name, then, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == self._name and not self.has_run:
+            self.has_run = True
+            self._then()
+        return func(*args, **(kwargs or {}))
+
+
+def change_lists(rank: int) -> None:
+    group: Any = dist.group.WORLD
+    for _ in range(3):
+        dist.all_reduce_coalesced([torch.ones(3), torch.ones(4)])
+    given = [torch.ones(3), torch.ones(4)]
+    with During("is_neg", given.clear), pytest.raises(WorldError, match="no tensors"):
+        group.allreduce_coalesced(given, c10d.AllreduceCoalescedOptions())
+
+    mine, expected = torch.arange(11.0) + 100 * rank, torch.stack([torch.arange(11.0), torch.arange(11.0) + 100])
+    whole, apart = torch.empty(2, 11), [torch.empty(11), torch.empty(11)]
+    for _ in range(3):
+        dist.all_gather(list(whole.zero_().unbind()), mine)
+        assert torch.equal(whole, expected)
+    outputs = [*apart]
+    during = During("_foreach_copy_", lambda: outputs.__setitem__(slice(None), whole.unbind()))
+    with during:  # the operation that is made is that of tensors apart
+        group.allgather([outputs], [mine], c10d.AllgatherOptions()).wait()
+    assert during.has_run
+    for _ in range(3):
+        assert torch.equal(torch.stack(apart), expected)
+        for each in apart:
+            each.zero_()
+        dist.all_gather([*apart], mine)
+
+
+def test_lists_may_change_under_a_call(ranks: GlooRanks) -> None:
+    ranks.run(change_lists)
+
+
+def give_long_rows(rank: int) -> None:
+    group: Any = dist.new_group(backend="tritondt")
+    options = c10d.AllToAllOptions()
+    for _ in range(3):
+        group.alltoall_base(torch.empty(4), torch.ones(4), [2, 2], [2, 2], options).wait()
+    kind, text = (LocalTensorError, f"split sizes .{2**70}, 2.") if rank == 1 else (PeerError, "rank 1")
+    with pytest.raises(kind, match=text):
+        group.alltoall_base(torch.empty(4), torch.ones(4), [2, 2], [2**70 if rank else 2, 2], options).wait(
+            timedelta(seconds=100)
+        )
+    dist.barrier()
+    group.abort()
+
+
+def test_rows_of_more_than_64_bits_are_refused_as_others(ranks: GlooRanks) -> None:
+    ranks.run(give_long_rows)
+
+
 def records(rank: int) -> None:
     recorder = world.current().flight.recorder
     group: Any = dist.group.WORLD
@@ -232,6 +294,25 @@ def end(rank: int) -> None:
 
 def test_an_ended_group_says_so(ranks: GlooRanks) -> None:
     ranks.run(end)
+
+
+def end_while_it_opens(rank: int) -> None:
+    group: Any = dist.new_group(backend="tritondt")
+    x = torch.full((3,), 1.0 + rank)
+    dist.all_reduce(x, group=group)
+    group._calls.close()
+    during = During("empty", group.abort)
+    with during:
+        group.allreduce([x], c10d.AllreduceOptions())
+    assert during.has_run
+    assert not group._calls.is_open
+    with pytest.raises(WorldError, match="ended"):
+        dist.all_reduce(x, group=group)
+    dist.barrier()
+
+
+def test_a_group_that_ends_while_calls_are_taken_takes_none(ranks: GlooRanks) -> None:
+    ranks.run(end_while_it_opens)
 
 
 def watched(rank: int) -> tuple[set[str], set[str], list[bool]]:

@@ -103,6 +103,8 @@ class CollectiveStream:
         token = torch.empty(0, device=self._streams.device)
         native, recorder = self._monitored.native, self._recorder
         calls.open(self, self.engine, native, recorder, self._label, self.turn, NcclWork, token, find)
+        if self._monitored.failure is not None or self._monitored.refusals.open:
+            calls.close()  # another thread has ended or refused something since the question above
 
     def note_captured(self) -> None:
         """Notes that an operation was captured into a CUDA graph."""
