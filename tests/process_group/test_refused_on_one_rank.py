@@ -103,7 +103,7 @@ def refuse_in_a_callback(rank: int) -> str:
 
 
 def test_the_others_hear_of_a_refusal_in_a_callback(ranks_of: RanksOf) -> None:
-    first, second = ranks_of("shared-memory", 2).run(refuse_in_a_callback, timeout_s=50)
+    first, second = ranks_of("shared-memory", 2).run(refuse_in_a_callback, timeout_s=100)
     assert "was given an output of 7 elements" in second
     assert first.startswith("rank 1 failed while rank 0 waited for rank 1")
 
