@@ -73,6 +73,41 @@ def test_the_others_hear_of_it(ranks_of: RanksOf, name: str) -> None:
     assert first.startswith("rank 1 failed while rank 0 waited for rank 1")
 
 
+def refuse_in_a_callback(rank: int) -> str:
+    """Rank 1's callback asks for what is refused, while a call of the same rank waits for what it follows."""
+    group: Any = dist.new_group(backend="tritondt")
+    store = dist.distributed_c10d._get_default_store()
+    told = list[BaseException]()
+
+    def then(_: Any) -> None:
+        try:
+            dist.all_gather_into_tensor(torch.empty(7 if rank else 6), torch.ones(3), group=group)
+        except T.TritondtError as error:
+            told.append(error)
+
+    dist.barrier(group)  # the first call of all connects them
+    if rank == 0:
+        store.wait(["refused_in_a_callback"])
+    work: Any = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+    followed = work.get_future().then(then)
+    if rank == 1:
+        store.set("refused_in_a_callback", "1")
+    dist.all_reduce(x := torch.full((3,), rank + 1.0), group=group)
+    followed.wait()
+    dist.all_reduce(y := torch.full((3,), rank + 2.0), group=group)
+    store.delete_key("refused_in_a_callback") if rank == 1 else None
+    dist.destroy_process_group(group)
+    assert (x.tolist(), y.tolist()) == ([3.0] * 3, [5.0] * 3)
+    assert isinstance(told[0], T.RefusalError if rank == 0 else T.LocalTensorError)
+    return str(told[0])
+
+
+def test_the_others_hear_of_a_refusal_in_a_callback(ranks_of: RanksOf) -> None:
+    first, second = ranks_of("shared-memory", 2).run(refuse_in_a_callback, timeout_s=100)
+    assert "was given an output of 7 elements" in second
+    assert first.startswith("rank 1 failed while rank 0 waited for rank 1")
+
+
 def gather_lengths(rank: int, lengths: tuple[int, int], then: int) -> list[str]:
     """Rank 0 expects equal parts; another length than `then` is wrong, and found by what follows at the latest."""
     group: Any = dist.new_group(backend="tritondt")

@@ -307,3 +307,18 @@ def test_one_exchange_where_stages_save_nothing() -> None:
     assert found((0, 0, 0, 0), 1 << 20) is None
     assert found((0, 1, 2, 3), 1 << 20) is None
     assert found((0, 0, 1, 1), 1200) is None
+
+
+@pytest.mark.parametrize("counts", [(2, 64, 64), (2, 120), (2, 100), (1, 3, 130)], ids=str)
+def test_all_ranks_find_alike_whether_lists_are_too_long_for_stages(counts: tuple[int, ...]) -> None:
+    of_rank = [host for host, count in enumerate(counts) for _ in range(count)]
+    size, ranks = len(of_rank), [sum(counts[:host]) for host in range(len(counts))]
+    calls: list[tuple[Callable[[int], Collective], int, int]] = [
+        (lambda rank: collectives.all_gather(rank, size, [4_000] * size), 1, size),
+        (lambda rank: collectives.reduce_scatter(rank, size, [(to, 0, 4_000) for to in range(size)], SUM), size, 1),
+    ]
+    for make, num_sources, num_targets in calls:
+        found = [stages(make(rank), Hosts(of_rank, rank), num_sources, num_targets) for rank in ranks]
+        assert len({each is None for each in found}) == 1
+        assert (found[0] is None) == (counts in ((2, 64, 64), (2, 120)))
+        assert all(each is None or len(each.stages) <= two_levels.MOST_STAGES for each in found)

@@ -64,10 +64,16 @@ class CpuGroup:
         """Tells the others why this rank takes no part in the next collective, which counts as run."""
         if self._size == 1:
             return
+        if threading.get_ident() == self._runner:  # in a callback, whose thread may have the turn
+            self._refuse_now(error, asked)
+            return
         with self._turn:
-            found = self._current(asked)
-            if found.whole.is_usable:
-                found.refuse(error)
+            self._refuse_now(error, asked)
+
+    def _refuse_now(self, error: Exception, asked: Asked) -> None:
+        found = self._current(asked)
+        if found.whole.is_usable:
+            found.refuse(error)
 
     def _run_now(self, call: Call, asked: Asked, timeout_s: float) -> FinishedWork:
         found = self._current(asked)

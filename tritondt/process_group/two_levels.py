@@ -23,9 +23,11 @@ from tritondt.process_group.collective import (
     cut,
 )
 
-# Stages of one collective, at most: as many numbers are free for its exchanges. Lists of tensors that lie apart take
-# one for each other host; more hosts than that are sent to as if each rank were one.
+# Stages of one collective, at most: as many numbers are free for its exchanges. Lists of tensors that lie apart take as
+# many turns as a rank of the smallest host has tensors in its share; longer ones go as if each rank were a host.
 MOST_STAGES = 60
+# Stages beside such turns, at most: of an all-reduce among more than two hosts, two between hosts and two inside.
+_NUM_OTHER_STAGES = 4
 
 
 class Stage(NamedTuple):
@@ -89,7 +91,9 @@ def stages(collective: Collective, hosts: Hosts, num_sources: int, num_targets: 
             build.spread(places, sent, lengths)
     else:
         build.split(collective, num_sources)
-    return None if len(build.stages) > MOST_STAGES else Stages(tuple(build.stages), build.scratch_bytes)
+    # A host of few ranks has more stages inside than one of many, and all ranks are to find the same.
+    is_long = build.most_turns + _NUM_OTHER_STAGES > MOST_STAGES
+    return None if is_long else Stages(tuple(build.stages), build.scratch_bytes)
 
 
 _NONE: Span = (0, 0, 0)
@@ -160,6 +164,7 @@ class _Build:
     def __init__(self, hosts: Hosts, scratch: int) -> None:
         self.hosts, self.stages = hosts, list[Stage]()
         self._scratch, self.scratch_bytes = scratch, 0
+        self.most_turns = 0  # of any host: alike on all ranks
 
     def scratch(self, num_bytes: int) -> Span:
         """A span of the scratch tensor that nothing else has."""
@@ -176,6 +181,16 @@ class _Build:
                 for spans in (sends, receives)
             )
             self.stages.append(Stage(Collective(hosts.own_near, len(hosts.near), leaving, coming), is_near=True))
+
+    def _count_turns(self, spans: Mapping[int, Span], unit: int) -> None:
+        """Counts the turns in which the host that needs most moves its ranks' shares of the spans of other hosts."""
+        most = 0
+        for host in self.hosts.numbers:
+            count = len(self.hosts.members(host))
+            others = [(rank, span[2]) for rank, span in spans.items() if self.hosts.of_rank[rank] != host]
+            for share in shares(others, count, unit) if count > 1 else ():
+                most = max(most, len(_merged(_part(spans[rank], start, end) for rank, start, end in share)))
+        self.most_turns += most
 
     def split(self, collective: Collective, num_sources: int) -> None:
         """Moves each message as it is, to other hosts first and then inside this one."""
@@ -219,6 +234,7 @@ class _Build:
         by_rank = [(rank, lengths[rank]) for rank in sorted(lengths) if lengths[rank]]
         sends, receives = list[PeerSpan](), list[PeerSpan]()
         of_near = list[list[_Shared]]()
+        self._count_turns({rank: places.get(rank, sent) for rank, _ in by_rank}, 1)
         for host in hosts.numbers:
             members = hosts.members(host)
             lacking = shares([each for each in by_rank if hosts.of_rank[each[0]] != host], len(members))
@@ -241,6 +257,7 @@ class _Build:
         """Reduces a piece for each rank, this rank's to `target`."""
         hosts = self.hosts
         own_piece, partial = pieces[hosts.own], target
+        self._count_turns({rank: piece for rank, piece in enumerate(pieces) if piece[2]}, reduction.itemsize)
         others = [(rank, pieces[rank][2]) for rank in hosts.others if pieces[rank][2]]
         of_near = shares(others, len(hosts.near), reduction.itemsize)
         leaving = [(rank, _part(pieces[rank], start, end)) for rank, start, end in of_near[hosts.own_near]]
