@@ -44,7 +44,7 @@ class Fault(NamedTuple):
         return 0 if self.hosts_store else 1
 
 
-_ALL_THREADS = "threads share a process, and all ranks would have it"
+_ALL_THREADS = "threads share a process, so a kill or a stop would hit all ranks"
 _CLOSED, _RAISED, _SILENT, _ENDED = "its connection closed", "what it raised", "no answer in time", "it has ended"
 FAULTS = (
     Fault("killed", _CLOSED, not_on_threads=_ALL_THREADS, ends_process=True),
@@ -56,7 +56,7 @@ FAULTS = (
     Fault("raises in backward", _RAISED, "backward"),
     Fault("raises in a hook", _RAISED, "hook"),
     Fault("returns early", _SILENT, "forward", is_silent=True, told_on_threads=_ENDED),
-    Fault("exits early", _CLOSED, "forward", "sys.exit in a thread is an exception: it raises", ends_process=True),
+    Fault("exits early", _CLOSED, "forward", "sys.exit in a thread is an exception", ends_process=True),
 )
 
 
