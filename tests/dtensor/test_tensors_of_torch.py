@@ -59,7 +59,7 @@ CASES: dict[str, Case] = {
     "token_dispatch": lambda ours, theirs, mesh: token_dispatch(theirs, torch.tensor([4]), mesh),
     "local_map": lambda ours, theirs, mesh: local_map(torch.exp, [T.Shard(0)])(theirs),
     "context_parallel_shard": lambda ours, theirs, mesh: context_parallel_shard(theirs, mesh, 0),
-    "query": lambda ours, theirs, mesh: _ring_attention(theirs.view(1, 1, 4, 4), mesh),
+    "ring_attention": lambda ours, theirs, mesh: _ring_attention(theirs.view(1, 1, 4, 4), mesh),
 }
 
 

@@ -236,6 +236,7 @@ def check_memory(local: torch.Tensor, taker: str) -> None:
     if local.layout is not torch.strided or local.is_nested:
         check_strided(taker, local)
     if has_memory(local) and local.numel() and not local.data_ptr():
+        check_not_of_torch(local, taker)
         raise LocalTensorError(
             f"{taker} got a tensor of {tuple(local.shape)} {local.dtype} at address 0, whose storage is empty, as "
             "after resize_(0); allowed is one that holds its values"
