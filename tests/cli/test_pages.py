@@ -100,7 +100,7 @@ def test_a_report_has_every_result_and_says_what_it_leaves_out(folder):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What charts are asked for, which are not drawn."""
+    """Records the charts that are asked for, and draws none."""
     found: list[tuple[str, dict[str, object]]] = []
 
     def line_chart(title, y_label, series, x_text, reference=None):

@@ -72,7 +72,7 @@ def test_each_is_one_exchange_there(ranks: GlooRanks) -> None:
 
 
 def reduce_where_one_rank_names(rank: int, transport: str) -> tuple[str, str]:
-    """What carries a group for which one rank names another transport, or the error; all abort then."""
+    """The carrier of a group for which one rank names another transport, or the error; all abort then."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 2:
             patch.setenv("TRITONDT_TRANSPORT", transport)
