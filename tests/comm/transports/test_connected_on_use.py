@@ -133,7 +133,7 @@ def test_a_rank_that_dies_before_anybody_is_connected_with_it(transport: str) ->
     for rank in (0, 2, 3):
         text, seconds = found[rank]
         assert "rank 1" in text, text
-        assert seconds < 40, (text, seconds)
+        assert seconds < 20, (text, seconds)
 
 
 def lose_rank_1(rank: int) -> tuple[str, float]:
