@@ -35,6 +35,7 @@ from tritondt.comm.store.host import StoreHost
 from tritondt.comm.store.rendezvous import Rendezvous
 from tritondt.comm.transports import table as transport_table
 from tritondt.comm.transports.interfaces import asked_filter
+from tritondt.comm.transports.ordered import OrderedCommunicator
 from tritondt.errors import TransportError, WorldError
 from tritondt.identity import Identity
 from tritondt.kernels import memory
@@ -90,6 +91,7 @@ class ProcessWorld:
         self.flight = Flight(who.rank, who.size, self._flight_folder())
         self._watchdog = _watching(self.flight)
         self._communicators: dict[_Key, Communicator] = {}
+        self._timeouts: dict[_Key, float] = {}  # asked for since a communicator was made
         self._hosts: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._parts: dict[str, Part] = {}
         self._rendezvous: list[Rendezvous] = []
@@ -153,13 +155,27 @@ class ProcessWorld:
                     found = self._communicators[key] = self._connected(*key)
         return found
 
+    def set_timeout(self, ranks: Sequence[int], device_type: str, seconds: float) -> None:
+        """Sets how long this rank waits in an exchange of `ranks`, or inside their communicator, from now on."""
+        self.communicator(ranks, device_type).set_timeout(seconds)
+        around = tuple(sorted(ranks))
+        self._timeouts[around, device_type, ()] = seconds
+        for (_, other_type, inside), communicator in tuple(self._communicators.items()):
+            if (inside, other_type) == (around, device_type):
+                communicator.set_timeout(seconds)
+
     def _connected(self, ranks: tuple[int, ...], device_type: str, inside: tuple[int, ...]) -> Communicator:
         make = transport_table.maker(device_type)
         name = _name_of(ranks) if device_type == "cpu" else f"{_name_of(ranks)} on {device_type}"
         if inside:
             name = f"{name} inside {_name_of(inside)}"
+        around = self.communicator(inside, device_type) if inside else None
         with self.joining(name, ranks, self._timeout) as context:
             made = make(context)
+            if isinstance(around, OrderedCommunicator) and isinstance(made, OrderedCommunicator):
+                around.contain(made)
+        if (timeout_s := self._timeouts.get((inside, device_type, ()))) is not None:
+            made.set_timeout(timeout_s)
         logs.world.info(
             "rank %d: %s for tensors on %s made of ranks %s",
             self.identity.rank,

@@ -37,7 +37,8 @@ class Wait:
     `trouble` is what the transport has met in the background. `limit` is what sets the timeout, and `must` what ranks
     that disagree have not done. `is_over` says whether the wait has ended without anybody on the host to say so.
     `drops_refused` says whether the transport drops messages of an exchange that a rank has refused, and goes on.
-    Where several communicators run one collective, `collective` is what they share: a name, and its number.
+    Where several communicators run one collective or redistribution, `collective` is what they share: a name, and its
+    number.
     """
 
     key: str

@@ -37,7 +37,6 @@ class SocketCommunicator(PackedCommunicator):
         super().__init__(context, ThreadQueue())
         self._watch, self._watchdog, self._timeout_s = context.watch, context.watchdog, context.timeout.total_seconds()
         self._started = 0.0  # when the exchange under way was started; 0 where none is
-        self.collective: tuple[str, int] | None = None  # of several communicators; see `Wait`
         coming = Attempt.of(self._timeout_s, self._raise_failure_of_others)
         with self._told_of_failure(), ExitStack() as undone:
             self._connections = Connections(
