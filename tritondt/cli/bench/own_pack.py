@@ -17,6 +17,7 @@ import tritondt as T
 from tritondt.cli.bench.collective.sides import imported
 from tritondt.comm.packing.packed_transfer import packed_transfer
 from tritondt.kernels.boxes import CopyBox
+from tritondt.kernels.signals import HostSlotTable, SlotTensors
 from tritondt.kernels.tables import CppMaker, Table, table_makers
 from tritondt.redistribution.compile import compile_plan
 from tritondt.redistribution.compiled_step import CompiledStep
@@ -44,8 +45,9 @@ class _OwnMaker(CppMaker):
     def __init__(self, make: Callable[[Sequence[CopyBox]], Copy]) -> None:
         self._make = make
 
-    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
-        return _OwnTable(boxes, self._make(boxes))
+    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device, slots: SlotTensors | None = None) -> Table:
+        table = _OwnTable(boxes, self._make(boxes))
+        return table if slots is None else HostSlotTable(table, slots)
 
 
 def bind(name: str, local: torch.Tensor, source: T.DTensorSpec, target: T.DTensorSpec) -> Callable[[], torch.Tensor]:
