@@ -13,13 +13,20 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tritondt.cli.demo.data import corpus
-from tritondt.cli.demo.dtensor_style import DTensorStyle
-from tritondt.cli.demo.experiment import Experiment, RanksRun, Step, Style
-from tritondt.cli.demo.grid import PARALLEL, num_batch_parts
+from tritondt.cli.demo.experiment import (
+    STYLES,
+    DTensorStyle,
+    Experiment,
+    RanksRun,
+    Step,
+    Style,
+    train_on_ranks,
+    train_on_this_process,
+    train_on_this_rank,
+)
+from tritondt.cli.demo.laid_out import PARALLEL, num_batch_parts
 from tritondt.cli.demo.model import Model
-from tritondt.cli.demo.progress import RunProgress
-from tritondt.cli.demo.report import Comparison, shares, write_results
-from tritondt.cli.demo.train import STYLES, train_on_ranks, train_on_this_process, train_on_this_rank
+from tritondt.cli.demo.report import Comparison, RunProgress, shares, write_results
 from tritondt.cli.launch import num_cores, run_on_ranks
 from tritondt.cli.outputs import refuse_unwritable_folder
 from tritondt.cli.ranks import check_started_here
