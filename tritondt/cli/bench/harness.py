@@ -13,13 +13,14 @@ from math import ceil
 import torch
 import torch.distributed as dist
 
+from tritondt.cli.bench import SLOWEST_RANK, WARM_UP_ROUNDS
+
 Run = Callable[[], object]
 
 # A median of fewer rounds says little on a machine that does other things.
 _FEWEST_ROUNDS = 9
-WARM_UP_ROUNDS = 2
 # nccl-tests' numbers for which of the ranks' times is reported.
-_RANK_0, _MEAN, _FASTEST_RANK, SLOWEST_RANK = range(4)
+_RANK_0, _MEAN, _FASTEST_RANK = range(SLOWEST_RANK)
 _REDUCTIONS = {_MEAN: dist.ReduceOp.SUM, _FASTEST_RANK: dist.ReduceOp.MIN, SLOWEST_RANK: dist.ReduceOp.MAX}
 
 

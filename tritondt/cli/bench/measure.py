@@ -15,16 +15,16 @@ from torch.distributed import tensor as torch_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import tritondt as T
-from tritondt.cli.bench import own_pack
+from tritondt.cli.bench import SLOWEST_RANK, WARM_UP_ROUNDS, own_pack
 from tritondt.cli.bench.breakdown import Breakdown, measured_peak, parts_of
 from tritondt.cli.bench.cases import Case
 from tritondt.cli.bench.collective import shared_memory
 from tritondt.cli.bench.collective.sides import NotOfferedError, told_errors
-from tritondt.cli.bench.errors import BenchmarkError
-from tritondt.cli.bench.harness import SLOWEST_RANK, WARM_UP_ROUNDS, Run, Times, time_interleaved
+from tritondt.cli.bench.harness import Run, Times, time_interleaved
 from tritondt.cli.bench.inputs import DTYPES, source_part, target_part
 from tritondt.cli.bench.loopback import Loopback, count_loopback
 from tritondt.cli.bench.minimum import fewest_elements, most_received
+from tritondt.cli.user_error import BenchmarkError
 from tritondt.comm.objects import gather_objects
 from tritondt.events import StepRan, subscribe
 from tritondt.interop.torch_specs import torch_placements

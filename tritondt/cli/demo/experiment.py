@@ -120,7 +120,7 @@ class Learner:
 class Style:
     """A way of writing the model and of laying it over ranks; pickled to every rank.
 
-    `name` is that of --style, `parallel` of --parallel: one of `laid_out.PARALLEL`.
+    `name` is that of --style, `parallel` of --parallel: one of `demo.PARALLEL`.
     """
 
     name: str

@@ -23,7 +23,6 @@ from tritondt.parallel import (
     ring_attention,
 )
 
-PARALLEL = ("tp", "fsdp", "fsdp+tp", "hsdp+tp", "ddp+tp", "ep", "cp")
 # Ways in which all else than experts, or attention, is on every rank.
 BY_TOKENS = ("ep", "cp")
 
@@ -42,7 +41,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(parallel: str, num_ranks: int) -> Grid:
-    """Grid of `num_ranks` for a way of `PARALLEL`; MeshError where their number does not fit.
+    """Grid of `num_ranks` for a way of --parallel; MeshError where their number does not fit.
 
     >>> grid_of("fsdp+tp", 8)
     Grid(replicate=1, shard=4, tensor=2)

@@ -21,8 +21,8 @@ from tritondt.cli.bench.collective.overlap import Issue, Overlap, overlaps
 from tritondt.cli.bench.collective.record import Parts, Row, Timing
 from tritondt.cli.bench.collective.request import Request, label
 from tritondt.cli.bench.collective.sides import ENGINE, Bind, Call, NotOfferedError, Run, backend_of, load, told_errors
-from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import own_seconds
+from tritondt.cli.user_error import BenchmarkError
 from tritondt.comm.objects import gather_objects
 
 # Implementations that bring a transport of their own; the others are backends of torch.distributed.
