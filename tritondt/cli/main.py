@@ -427,7 +427,7 @@ _threads = click.option("--threads", type=_AT_LEAST_1, default=1, show_default=T
 
 
 @bench.command(
-    short_help="Time redistributions on CPU processes.",
+    short_help="Time redistributions, of tensors on CPUs or GPUs.",
     context_settings={"show_default": True},
     epilog=nccl_tests.EPILOG,
 )
@@ -444,6 +444,7 @@ _threads = click.option("--threads", type=_AT_LEAST_1, default=1, show_default=T
 @_average(SLOWEST_RANK, "Time of a round: {} of ranks.")
 @click.option("-d", "--dtype", type=click.Choice(DTYPE_NAMES), default="float32", help="Element type.")
 @click.option("-o", "--op", type=click.Choice([*REDUCE_OPS, ALL]), help="Reduction of pairs with P, or all.")
+@_device
 @_threads
 @click.option("--loopback", is_flag=True, help="Read the loopback interface's counter as well (1 MB and more).")
 @click.option(
@@ -453,7 +454,7 @@ _threads = click.option("--threads", type=_AT_LEAST_1, default=1, show_default=T
 @csv_option
 @nccl_tests.options(nccl_tests.Flag("-r", "--root", (), "a redistribution has no root; leave -r out"))
 def redistribute(**values: Any) -> None:
-    """Time redistributions on CPU processes: each is checked first, then timed round by round.
+    """Time redistributions on several processes: each is checked first, then timed round by round.
 
     Ends with status 1 if a result is wrong, or if bytes or messages are not those that explain foretells.
     Under torchrun, MPI or srun it runs on the processes that are there.

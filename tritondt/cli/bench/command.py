@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import click
+import torch
 from rich.console import Console
 
 from tritondt.cli import ranks as joined_ranks
@@ -27,6 +30,7 @@ from tritondt.cli.bench.sizes import sweep
 from tritondt.cli.outputs import is_first
 from tritondt.cli.progress import ProgressLine
 from tritondt.cli.surroundings import surroundings
+from tritondt.cli.user_error import BenchmarkError
 from tritondt.sharding.placement import OPS_OF_KIND
 
 _DEFAULT_RANKS = 4
@@ -49,6 +53,7 @@ def redistribute(
     average: int,
     dtype: str,
     op: str | None,
+    device: str,
     threads: int,
     loopback: bool,
     breakdown: bool,
@@ -57,18 +62,8 @@ def redistribute(
     ngpus: int | None,
 ) -> None:
     """Times redistributions; ends with status 1 if a result is wrong or a rank fails."""
-    if loopback and not loopback_counter.is_readable():
-        raise click.UsageError("--loopback reads a counter of Linux, which this system does not have")
-    if json_to is not None and json_to == csv_to:
-        raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
-    for flag, is_asked in (("--breakdown", breakdown), ("--loopback", loopback)):
-        if is_asked:
-            choose_sockets(flag)
-    if impl is not None and against is not None:
-        raise click.UsageError(
-            f"--impl {impl} and --against {against}: only one can be; --against X is --impl tritondt,X"
-        )
-    others = _others(impl if against is None else f"{TRITONDT},{against}")
+    _check(device, {"--breakdown": breakdown, "--loopback": loopback}, (impl, against), (json_to, csv_to))
+    others = _others(impl if against is None else f"{TRITONDT},{against}", device)
     num_ranks = joined_ranks.join(nccl_tests.ranks_asked(ranks, ngpus), _DEFAULT_RANKS)
     chosen = default_pairs(num_ranks) if pairs is None else parse_pairs(pairs)
     has = OPS_OF_KIND["float" if DTYPES[dtype].is_floating_point else "int"]
@@ -81,10 +76,35 @@ def redistribute(
     shapes = parse_sizes(sizes) if minbytes is None else _shapes(minbytes, maxbytes, stepfactor, stepbytes, dtype)
     cases = make_cases(num_ranks, shapes, chosen)
     sides = dtype, others, rounds, case_seconds, threads, loopback
-    request = Request(cases, *sides, warmup_iters, check, average, breakdown)
+    request = Request(cases, *sides, warmup_iters, check, average, breakdown, device)
     status = _measure(request, num_ranks, json_to, csv_to)
     if status:
         raise click.exceptions.Exit(status)
+
+
+def _check(
+    device: str,
+    parts: Mapping[str, bool],
+    sides: tuple[str | None, str | None],
+    files: tuple[str | None, str | None],
+) -> None:
+    """UsageError or BenchmarkError for options that do not go together."""
+    (impl, against), (json_to, csv_to) = sides, files
+    if parts["--loopback"] and not loopback_counter.is_readable():
+        raise click.UsageError("--loopback reads a counter of Linux, which this system does not have")
+    if json_to is not None and json_to == csv_to:
+        raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError(f"--device cuda was asked for; torch {torch.__version__} sees no CUDA device")
+    for flag, is_asked in parts.items():
+        if is_asked and device == "cuda":
+            raise click.UsageError(f"{flag} measures the sockets; allowed are tensors of the CPU (--device cpu)")
+        if is_asked:
+            choose_sockets(flag)
+    if impl is not None and against is not None:
+        raise click.UsageError(
+            f"--impl {impl} and --against {against}: only one can be; --against X is --impl tritondt,X"
+        )
 
 
 def _shapes(
@@ -95,16 +115,24 @@ def _shapes(
     return tuple(shape_of(size, itemsize) for size in sweep(minbytes, last, factor, step))
 
 
-def _others(impl: str | None) -> tuple[str, ...]:
+def _others(impl: str | None, device: str) -> tuple[str, ...]:
     """Implementations that take turns with tritondt; one that is not available here takes a line on stderr."""
     asked = [TRITONDT] if impl is None else [name.strip() for name in impl.split(",")]
     if len(set(asked)) < len(asked) or TRITONDT not in asked:
         raise click.UsageError(f"--impl {impl!r}: allowed are {TRITONDT} and others, joined by commas, each once")
-    return tuple(name for name in asked if name != TRITONDT and _is_available(name))
+    return tuple(name for name in asked if name != TRITONDT and _is_available(name, device))
 
 
-def _is_available(name: str) -> bool:
+def _is_available(name: str, device: str) -> bool:
     """Whether an implementation can be timed here; UsageError or BenchmarkError for what is none."""
+    if device == "cuda":
+        if ":" not in name:
+            raise click.UsageError(
+                f"{name!r} cannot be timed beside {TRITONDT} on GPUs; allowed is MODULE:FUNCTION, a pack kernel of "
+                "your own, and for collectives bench COLLECTIVE --device cuda"
+            )
+        imported(name)
+        return True
     if name in (*OF_TORCH, SHARED_MEMORY):
         return True
     if ":" in name:

@@ -1,7 +1,8 @@
 """Pack kernels of one's own, by name: redistributions whose copies a user's function makes, beside the engine's.
 
 `MODULE:FUNCTION` is given the boxes of a table, plain values that say what is copied from where to where, and returns
-what runs them: a function of the addresses of sources and targets. Packs, unpacks and what stays all go through it.
+what runs them: a function of the addresses of sources and targets. Packs, unpacks and what stays all go through it, on
+the CPU over the sockets and on GPUs over NCCL, in whose stream it is called.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tritondt as T
 from tritondt.cli.bench.collective.sides import imported
 from tritondt.comm.packing.packed_transfer import packed_transfer
 from tritondt.kernels.boxes import CopyBox
-from tritondt.kernels.tables import CppMaker, Table, table_makers
+from tritondt.kernels.tables import CppMaker, Table, TritonMaker, table_makers
 from tritondt.redistribution.compile import compile_plan
 from tritondt.redistribution.compiled_step import CompiledStep
 from tritondt.redistribution.run import run_step
@@ -38,14 +39,22 @@ class _OwnTable:
         self._copy(source_ptrs, target_ptrs)
 
 
-class _OwnMaker(CppMaker):
-    """Tables of the extension, but for copies."""
+class _OwnCopies:
+    """Tables of copies that a user's function makes."""
 
     def __init__(self, make: Callable[[Sequence[CopyBox]], Copy]) -> None:
         self._make = make
 
     def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
         return _OwnTable(boxes, self._make(boxes))
+
+
+class _OnCpu(_OwnCopies, CppMaker):
+    """Tables of the extension, but for copies."""
+
+
+class _OnGpu(_OwnCopies, TritonMaker):
+    """Tables of Triton's kernels, but for copies."""
 
 
 def bind(name: str, local: torch.Tensor, source: T.DTensorSpec, target: T.DTensorSpec) -> Callable[[], torch.Tensor]:
@@ -55,6 +64,8 @@ def bind(name: str, local: torch.Tensor, source: T.DTensorSpec, target: T.DTenso
     that cannot be imported.
     """
     make: Any = imported(name)
+    device_type = local.device.type
+    maker = _OnGpu(make) if device_type == "cuda" else _OnCpu(make)
     plan = compile_plan(source, target, local.stride(), local.device, None)
 
     def run() -> torch.Tensor:
@@ -63,7 +74,7 @@ def bind(name: str, local: torch.Tensor, source: T.DTensorSpec, target: T.DTenso
             current, whole = run_step(step, current, whole)
         return current
 
-    with table_makers.replaced("cpu", _OwnMaker(make)):
+    with table_makers.replaced(device_type, maker):
         steps = [_with_own_tables(step) for step in plan.steps]
         run()  # a communicator makes the tables of a transfer when it is first given one
     return run
