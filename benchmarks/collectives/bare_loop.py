@@ -27,9 +27,9 @@ from tritondt.cli.bench.collective import backends
 from tritondt.cli.bench.collective.case import make_case
 from tritondt.cli.bench.collective.data import given
 from tritondt.cli.bench.collective.sides import Call
-from tritondt.cli.bench.collective.sizes import bytes_text, parse_bytes
 from tritondt.cli.bench.harness import timed, turns
 from tritondt.cli.bench.json_result import is_printed, json_option, write_json
+from tritondt.cli.bench.sizes import bytes_text, parse_bytes
 from tritondt.cli.launch import run_on_ranks
 from tritondt.cli.surroundings import surroundings
 

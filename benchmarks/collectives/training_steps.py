@@ -30,7 +30,7 @@ from tritondt.cli.bench.harness import Times, time_interleaved
 from tritondt.cli.bench.json_result import is_printed, json_option, write_json
 from tritondt.cli.demo.data import Batches
 from tritondt.cli.demo.experiment import ignore
-from tritondt.cli.demo.gpt import make_gpt
+from tritondt.cli.demo.model import make_gpt
 from tritondt.cli.launch import run_on_ranks
 from tritondt.cli.surroundings import surroundings
 

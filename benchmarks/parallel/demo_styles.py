@@ -15,9 +15,8 @@ from rich.console import Console
 
 from tritondt.cli.bench.harness import Times, time_interleaved
 from tritondt.cli.bench.json_result import is_printed, json_option, write_json
-from tritondt.cli.demo.experiment import Experiment, ignore
+from tritondt.cli.demo.experiment import STYLES, Experiment, ignore
 from tritondt.cli.demo.model import Model
-from tritondt.cli.demo.train import STYLES
 from tritondt.cli.launch import run_on_ranks
 from tritondt.cli.surroundings import surroundings
 

@@ -33,6 +33,7 @@ from rich.table import Table
 import tritondt as T
 import tritondt.fsdp as our_fsdp
 import tritondt.parallel as our_parallel
+from benchmarks.parallel.split_gpt import make_split_gpt
 from benchmarks.parallel.tensor_parallel import make_plan
 from benchmarks.parallel.traffic import Traffic, count_ours
 from tritondt.cli.bench import loopback as loopback_counter
@@ -41,8 +42,7 @@ from tritondt.cli.bench.json_result import json_option, write_json
 from tritondt.cli.bench.loopback import Loopback, count_loopback
 from tritondt.cli.bench.over_sockets import choose_sockets
 from tritondt.cli.demo.data import Batches
-from tritondt.cli.demo.gpt import make_gpt
-from tritondt.cli.demo.model import Model
+from tritondt.cli.demo.model import Model, make_gpt
 from tritondt.cli.launch import num_cores, run_on_ranks
 from tritondt.cli.surroundings import versions
 
@@ -89,7 +89,7 @@ class Trainer:
         self, request: Request, mesh: T.DeviceMesh, fully_shard: Callable[..., Any], styles: ModuleType, placements: Any
     ) -> None:
         is_tensor_parallel = request.num_tensor > 1
-        self._model = make_gpt(request.sizes, seed=0, split=is_tensor_parallel)
+        self._model = (make_split_gpt if is_tensor_parallel else make_gpt)(request.sizes, seed=0)
         if is_tensor_parallel:
             styles.parallelize_module(self._model, mesh["tp"], make_plan(styles, placements))
         data_mesh = mesh["dp"]

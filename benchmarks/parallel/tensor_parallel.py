@@ -29,6 +29,7 @@ from rich.table import Table
 
 import tritondt as T
 import tritondt.parallel as our_parallel
+from benchmarks.parallel.split_gpt import make_split_gpt
 from benchmarks.parallel.traffic import Traffic, count_ours, count_theirs
 from tritondt.cli.bench import loopback as loopback_counter
 from tritondt.cli.bench.harness import Times, time_interleaved
@@ -36,7 +37,6 @@ from tritondt.cli.bench.json_result import json_option, write_json
 from tritondt.cli.bench.loopback import Loopback, count_loopback
 from tritondt.cli.bench.over_sockets import choose_sockets
 from tritondt.cli.demo.data import Batches
-from tritondt.cli.demo.gpt import make_gpt
 from tritondt.cli.demo.model import Model
 from tritondt.cli.launch import num_cores, run_on_ranks
 from tritondt.cli.surroundings import versions
@@ -123,7 +123,7 @@ class Trainer:
 
     def __init__(self, request: Request, mesh: T.DeviceMesh, styles: ModuleType, placements: Any) -> None:
         sizes = request.sizes
-        self.model = make_gpt(sizes, seed=0, split=True)
+        self.model = make_split_gpt(sizes, seed=0)
         styles.parallelize_module(self.model, mesh, make_plan(styles, placements))
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
         self._batches = Batches(_BATCHES, request.batch, sizes.sequence, seed=0)

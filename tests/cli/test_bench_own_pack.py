@@ -1,7 +1,10 @@
 """`bench redistribute --against MODULE:FUNCTION`: a pack kernel of one's own is checked, timed and told apart."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -120,6 +123,39 @@ def test_what_is_no_side_is_refused(options, sentence):
     ended = CliRunner().invoke(main, ["bench", "redistribute", *options])
     assert ended.exit_code in (1, 2)
     assert sentence in " ".join(ended.output.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "has_gpu", "sentence"),
+    [
+        (["--against", OWN], False, "--device cuda was asked for; torch"),
+        (["--against", "torch"], True, "'torch' cannot be timed beside tritondt on GPUs; allowed is MODULE:FUNCTION"),
+        (["--against", OWN, "--breakdown"], True, "--breakdown measures the sockets; allowed are tensors of the CPU"),
+        (["--against", OWN, "--loopback"], True, "--loopback measures the sockets; allowed are tensors of the CPU"),
+        (["--against", "nowhere:make"], True, "the implementation 'nowhere:make' cannot be imported"),
+    ],
+)
+def test_what_is_not_measured_on_gpus_is_refused(monkeypatch, options, has_gpu, sentence):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    ended = CliRunner().invoke(main, ["bench", "redistribute", "--device", "cuda", *options])
+    assert ended.exit_code in (1, 2)
+    assert sentence in " ".join(ended.output.split())
+
+
+@pytest.mark.extended
+def test_a_triton_kernel_is_checked_and_timed_interpreted(tmp_path):
+    """The command on the CPU, over the sockets; tests/nccl/test_own_pack.py has the kernel over NCCL."""
+    pytest.importorskip("triton")
+    path = tmp_path / "found.json"
+    own = ["--against", "examples.own_triton_pack:make", "--json", str(path)]
+    subprocess.run(
+        [sys.executable, "-m", "tritondt", *COMMAND, "--pairs", "S0->S1; P->R; R->S1", *own],
+        check=True,
+        timeout=250,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    )
+    cases = json.loads(path.read_text())["cases"]
+    assert [len(case["others"][own[1]]["seconds"]) for case in cases] == [3, 3, 3]
 
 
 def test_a_transport_that_copies_by_itself_takes_no_kernel(monkeypatch):

@@ -24,9 +24,9 @@ from tritondt.cli.bench.collective.on_rank import measure_on_rank
 from tritondt.cli.bench.collective.options import Choice, make_request
 from tritondt.cli.bench.collective.request import Request
 from tritondt.cli.bench.collective.sides import NAMES
-from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.launch import RankFailedError, run_on_ranks
 from tritondt.cli.main import main
+from tritondt.cli.user_error import BenchmarkError
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -37,3 +37,23 @@ def test_the_help_names_the_line_that_switches_completion_on():
     found = CliRunner().invoke(main, ["--help"])
     assert 'eval "$(_TRITONDT_COMPLETE=bash_source tritondt)"' in found.output
     assert "complete -o nosort -F _tritondt_completion tritondt" in asked("bash_source")
+
+
+def test_help_of_every_command_imports_neither_torch_nor_matplotlib():
+    """Both take a second or two, which a shell that completes a flag waits for."""
+    program = """
+import sys
+import click
+from tritondt.cli.main import main
+
+def told(command, name):
+    with click.Context(command, info_name=name) as context:
+        command.get_help(context)
+    for each in getattr(command, "commands", {}).items():
+        told(each[1], f"{name} {each[0]}")
+
+told(main, "tritondt")
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "matplotlib", "numpy", "rich"}))
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines() == ["[]"]

@@ -16,15 +16,13 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 import tritondt as T
+from benchmarks.parallel.split_gpt import make_split_gpt
 from tritondt.cli.demo import command, data, model
-from tritondt.cli.demo.dtensor_style import DTensorStyle
-from tritondt.cli.demo.experiment import Experiment, RanksRun, Step
-from tritondt.cli.demo.gpt import make_gpt, make_plan
-from tritondt.cli.demo.local_style import LocalStyle
-from tritondt.cli.demo.progress import RunProgress
-from tritondt.cli.demo.report import Comparison, shares, summarise
+from tritondt.cli.demo.experiment import STYLES, DTensorStyle, Experiment, LocalStyle, RanksRun, Step, train
+from tritondt.cli.demo.laid_out import cut_of
+from tritondt.cli.demo.model import GPT, make_gpt, make_plan
+from tritondt.cli.demo.report import Comparison, RunProgress, shares, summarise
 from tritondt.cli.demo.traffic import Flow, Kind, merge_ranks
-from tritondt.cli.demo.train import STYLES, train
 from tritondt.cli.main import main
 from tritondt.parallel import ParallelStyle
 
@@ -44,7 +42,8 @@ def expected_bytes(summary):
     others = summary["ranks"] - 1
     activation = summary["batch"] * summary["sequence"] * summary["width"]
     sizes = model.Model(*(summary[name] for name in ("heads", "layers", "width", "sequence")))
-    replicated = sum(parameter.numel for parameter in model.parameters(sizes) if parameter.placement.is_replicate())
+    weights = GPT(sizes).named_parameters()
+    replicated = sum(weight.numel() for name, weight in weights if cut_of(sizes, name).is_replicate())
     single = 2 if summary["style"] == "local" else 1 + 2 * 6 * summary["layers"]
     return 4 * others * (8 * summary["layers"] * activation + summary["ranks"] * (replicated + single))
 
@@ -192,9 +191,9 @@ def test_both_styles_start_from_the_same_weights_and_take_the_same_first_step():
     experiment = Experiment(sizes, steps=1, batch=3, seed=1)
     first = [train(experiment, style.on_one_process(experiment))[0].loss for style in STYLES.values()]
     torch.testing.assert_close(first[0], first[1])
-    weights = model.initial_weights(sizes, seed=1)
-    found = make_gpt(sizes, seed=1, split=True).get_parameter("blocks.1.attention.wk.weight")
-    torch.testing.assert_close(found.detach(), weights["blocks.1.attention.qkv.weight"][1], rtol=0, atol=0)
+    weights = make_gpt(sizes, seed=1).get_parameter("blocks.1.attention.qkv.weight").detach()
+    found = make_split_gpt(sizes, seed=1).get_parameter("blocks.1.attention.wk.weight").detach()
+    torch.testing.assert_close(found, weights.unflatten(0, (3, -1))[1], rtol=0, atol=0)
 
 
 def steps_of(*losses: float) -> tuple[Step, ...]:

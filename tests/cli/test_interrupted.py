@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from tritondt import __main__ as entry
-from tritondt.cli.main import LazyGroup
+from tritondt.cli.main import Commands
 
 
 @click.command()
@@ -22,7 +22,7 @@ def interrupted():
 
 
 def test_a_command_that_is_interrupted_ends_with_one_line():
-    group = LazyGroup(commands_at={"run": (f"{__name__}:interrupted", "Ends.")})
+    group = Commands(commands={"run": interrupted})
     ended = CliRunner().invoke(group, ["run"])
     assert (ended.exit_code, ended.stderr, ended.stdout) == (130, "Error: interrupted\n", "")
 

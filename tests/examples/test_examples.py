@@ -97,9 +97,9 @@ def run(program, num_ranks, folder, *arguments):
 
 
 def test_every_example_is_run():
-    # Two need a double, or GPUs: tests/nccl/ runs them (test_public.py, test_own_fused_kernel.py). tests/clients/ runs
-    # the one of Lightning.
-    assert {*PRINTED, "lightning_strategy", "nccl_raw", "own_fused_kernel"} == {
+    # Three need a double, or GPUs: tests/nccl/ runs them (test_public.py, test_own_fused_kernel.py, test_own_pack.py).
+    # tests/clients/ runs the one of Lightning.
+    assert {*PRINTED, "lightning_strategy", "nccl_raw", "own_fused_kernel", "own_triton_pack"} == {
         path.stem for path in EXAMPLES.glob("*.py")
     }
 

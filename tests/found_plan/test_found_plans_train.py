@@ -11,8 +11,7 @@ from torch import nn
 
 import tritondt as T
 from tests.found_plan.models import Llama, Pictures, Scaled, WrittenOut, pictures_of, seeded, tokens_of
-from tritondt.cli.demo.gpt import GPT
-from tritondt.cli.demo.model import Model
+from tritondt.cli.demo.model import GPT, Model
 from tritondt.comm import world
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.debug import CommDebugMode

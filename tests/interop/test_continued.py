@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.testing import assert_close
 
-from tritondt.cli.demo.dtensor_style import DTensorLearner, DTensorStyle
-from tritondt.cli.demo.experiment import Experiment, ignore
-from tritondt.cli.demo.grid import PARALLEL
+from tritondt.cli.demo.experiment import DTensorStyle, Experiment, Learner, ignore
+from tritondt.cli.demo.laid_out import PARALLEL
 from tritondt.cli.demo.model import Model
 from tritondt.cli.launch import run_on_ranks
 
@@ -38,24 +37,24 @@ class Continued(NamedTuple):
     behind: dict[str, Any]
 
 
-def learner(parallel: str) -> DTensorLearner:
+def learner(parallel: str) -> Learner:
     sizes = Model(heads=3, layers=1, width=24, sequence=17, experts=5 if parallel == "ep" else 0)
     experiment = Experiment(sizes, steps=STEPS_BEFORE + 1, batch=9, seed=0)
     return DTensorStyle(parallel=parallel).on_ranks(experiment, ignore)
 
 
-def state(made: DTensorLearner, options: StateDictOptions | None = None) -> dict[str, Any]:
+def state(made: Learner, options: StateDictOptions | None = None) -> dict[str, Any]:
     of_model, of_optimizer = get_state_dict(made.model, made.optimizer, options=options)
     return {"model": of_model, "optimizer": of_optimizer}
 
 
-def set_again(made: DTensorLearner, found: dict[str, Any], options: StateDictOptions | None = None) -> None:
+def set_again(made: Learner, found: dict[str, Any], options: StateDictOptions | None = None) -> None:
     # One by one: torch's set_state_dict waits forever where all but rank 0 pass empty ones. It keeps what it gets.
     set_model_state_dict(made.model, deepcopy(found["model"]), options=options)
     set_optimizer_state_dict(made.model, made.optimizer, deepcopy(found["optimizer"]), options=options)
 
 
-def goes_on(made: DTensorLearner) -> Continued:
+def goes_on(made: Learner) -> Continued:
     before = deepcopy(state(made, FULL))  # tensors that every rank has whole are not copies
     loss = made.run_step(STEPS_BEFORE)
     return Continued(loss, before, state(made, FULL))
@@ -89,7 +88,7 @@ def load_and_go_on(send: Callable[[object], None], folder: Path, ways: tuple[str
     return found if dist.get_rank() == 0 else {}
 
 
-def with_other_values(parallel: str) -> DTensorLearner:
+def with_other_values(parallel: str) -> Learner:
     """A learner whose tensors are not those of the checkpoint, and whose learning rate is that of its step."""
     made = learner(parallel)
     for _ in range(STEPS_BEFORE):

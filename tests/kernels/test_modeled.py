@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.kernels.compiled import compile_kernel
-from tritondt.cli.tune import tune
+from tritondt.cli.main import tune
 from tritondt.kernels.gpu.box_table import mode
 from tritondt.kernels.gpu.cache_model import Cache, traffic
 from tritondt.kernels.gpu.copy_boxes import copies

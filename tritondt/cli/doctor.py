@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import click
 
-from tritondt.cli import ranks
-from tritondt.cli.flight.command import flight
 from tritondt.cli.machine import Finding, machine_findings
+from tritondt.cli.outputs import is_first
 from tritondt.cli.smoke import Clock, Passed, Ranks, smoke_test, transports_here
 
 _WIDTH = 100
@@ -21,38 +20,19 @@ _ONE = "install one version on all hosts"
 _MARKS = {"ok": " ", "note": "!", "problem": "X"}
 
 
-@click.group(invoke_without_command=True, short_help="Say what this machine has, and try each transport.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-@click.option(
-    "--seconds", type=click.FloatRange(0, 600), default=5.0, show_default=True, help="Time of each transport's test."
-)
-@click.pass_context
-def doctor(context: click.Context, as_json: bool, seconds: float) -> None:
-    """Say what this machine has and lacks, and move tensors between two processes over each transport.
-
-    Under torchrun, MPI or srun, between all ranks: their hosts, versions and clocks are compared, too.
-
-    Each finding that is not well says what to do: marked X where something cannot work, which ends the
-    command with status 1, and ! where it may matter. With a command, runs that instead.
-    """
-    if context.invoked_subcommand is not None:
-        if as_json:
-            raise click.UsageError(f"--json goes behind the command: doctor {context.invoked_subcommand} --json")
-        return
-    is_first = ranks.is_first()
+def doctor(as_json: bool, seconds: float) -> None:
+    """Prints what this machine has and lacks, and tests each transport; status 1 where something fails."""
+    prints = is_first()
     found = machine_findings()
-    if is_first and not as_json:
+    if prints and not as_json:
         _print(found)
     tested = smoke_findings(seconds)
-    if is_first and as_json:
+    if prints and as_json:
         click.echo(json.dumps(_fields([*found, *tested]), indent=2))
-    elif is_first:
+    elif prints:
         _print(tested)
     if any(finding.level == "problem" for finding in [*found, *tested]):
         raise click.exceptions.Exit(1)
-
-
-doctor.add_command(flight)
 
 
 def smoke_findings(seconds: float) -> list[Finding]:

@@ -12,6 +12,11 @@ from pathlib import Path
 
 import click
 
+from tritondt import environment
+
+# What shells give to a program that Ctrl-C has ended.
+INTERRUPTED = 130
+
 
 def columns(to_stderr: bool = False) -> int | None:
     """Columns of the terminal that a stream goes to; None where it is a file or a pipe, which any line fits."""
@@ -53,6 +58,22 @@ def replace_file(path: Path, content: bytes) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def is_first() -> bool:
+    """Whether this process prints and writes: one that was started alone, or rank 0 of those of a launcher."""
+    found = environment.launched()
+    return found is None or found.rank == 0
+
+
+def writable(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
+    """The path that an option names, once it has been found that a file can be written there, by the rank that does.
+
+    "-" is stdout.
+    """
+    if path not in (None, "-") and is_first():
+        refuse_unwritable(path)
+    return path
 
 
 def refuse_unwritable(path: str) -> None:

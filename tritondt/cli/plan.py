@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tritondt.cli.outputs import refuse_unwritable
 from tritondt.cli.plan_picture import LINK_HEADER, link_rows, spread_rows, write_html, write_png
 from tritondt.cli.progress import ProgressLine
 from tritondt.comm.transports.table import chosen, named, transports
@@ -33,63 +32,7 @@ _MOST_ON_HOSTS = 512
 if TYPE_CHECKING:
     from tritondt.cli.wide_traffic import WideTraffic
 
-# Torch would take a second to import.
-_ITEM_BYTES = {
-    "float32": 4,
-    "float64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-    "complex64": 8,
-    "complex128": 16,
-}
 
-
-def _numbers(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    """Whole numbers joined by commas; None for an option that was not given."""
-    if text is None:
-        return None
-    try:
-        return tuple(int(item) for item in text.split(",") if item.strip())
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is not a list of whole numbers such as 2,4") from None
-
-
-def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
-    if path is not None:
-        refuse_unwritable(path)
-    return path
-
-
-@click.command()
-@click.option("--mesh", callback=_numbers, metavar="INTS", required=True, help="Ranks on each mesh axis.")
-@click.option("--shape", callback=_numbers, metavar="INTS", required=True, help="Shape of the whole tensor.")
-@click.option("--from", "source", required=True, help="Placement on each mesh axis before.")
-@click.option("--to", "target", required=True, help="Placement on each mesh axis after.")
-@click.option("--from-order", "source_order", callback=_numbers, metavar="INTS", help="Cut order of the axes before.")
-@click.option("--to-order", "target_order", callback=_numbers, metavar="INTS", help="Cut order of the axes after.")
-@click.option("--dtype", type=click.Choice(list(_ITEM_BYTES)), default="float32", show_default=True)
-@click.option("--coordinate", callback=_numbers, metavar="INTS", help="The rank to explain.  [default: the first]")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose prices.")
-@click.option(
-    "--transport",
-    help="What carries messages: a transport's name.  [default: TRITONDT_TRANSPORT, or shared-memory and nccl]",
-)
-@click.option("--against", type=click.Choice(["torch"]), help="What torch.distributed.tensor would move as well.")
-@click.option("--all-ranks", is_flag=True, help="Least, mean and most over all ranks, of which there may be 65,536.")
-@click.option(
-    "--topology",
-    metavar="KIND:INTS",
-    help="Bytes over links, as of rail-optimised:8, fat-tree:8,4 or dragonfly:8,4,2; 512 ranks plan for its hosts.",
-)
-@click.option("--html", callback=_writable, metavar="FILE", help="Write a page: who sends how much to whom.")
-@click.option("--png", callback=_writable, metavar="FILE", help="Write that as an image.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def plan(
     mesh: tuple[int, ...],
     shape: tuple[int, ...],
@@ -108,15 +51,7 @@ def plan(
     png: str | None,
     as_json: bool,
 ) -> None:
-    """Explain a redistribution: steps, messages, bytes, memory, time.
-
-    Bytes and messages are what one rank will send; times come from the default cost table. A
-    placement is R, P, P(max), S0, S1(unit=128), S0(sizes=5/0/3), S0(repeats=3) or S0(block=64). With --against
-    torch the installed torch says which collectives it would call, over Gloo or, for cuda, NCCL.
-
-    \b
-    python -m tritondt plan --mesh 2,4 --shape 4096,4096 --from S0,R --to R,S0
-    """
+    """Prints what a redistribution takes, and writes the pages that were asked for."""
     before = Layout(mesh, parse_placements(source), shape, source_order)
     after = Layout(mesh, parse_placements(target), shape, target_order)
     if coordinate is not None and not _is_on(mesh, coordinate):
@@ -128,7 +63,7 @@ def plan(
     if html is not None and html == png:
         raise click.UsageError(f"--html and --png both go to {html}")
     network = None if topology is None else parse_topology(topology)
-    itemsize, costs = _ITEM_BYTES[dtype], _costs(device, transport)
+    itemsize, costs = _item_bytes(dtype), _costs(device, transport)
     hosts = _hosts(network, before.num_ranks) if device == "cpu" else ()
     found = explain_layouts(before, after, itemsize, costs, coordinate, hosts=hosts)
     fields, lines, of_torch = json.loads(found.to_json()), [str(found)], None
@@ -159,6 +94,16 @@ def plan(
                 if png is not None:
                     write_png(Path(png), f"{found.source} -> {found.target} of {found.shape}", traffic)
     click.echo(json.dumps(fields) if as_json else "\n".join(lines))
+
+
+def _item_bytes(dtype: str) -> int:
+    """Bytes of an element of torch's dtype of this name, without torch, which takes a second to import.
+
+    >>> _item_bytes("bfloat16"), _item_bytes("complex128"), _item_bytes("bool")
+    (2, 16, 1)
+    """
+    bits = dtype.lstrip("abcdefghijklmnopqrstuvwxyz")
+    return int(bits) // 8 if bits else 1
 
 
 def _costs(device: str, transport: str | None) -> CostTable:

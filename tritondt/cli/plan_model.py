@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tritondt.cli.bench.collective.sizes import parse_bytes
-from tritondt.cli.outputs import refuse_unwritable
 from tritondt.cli.progress import ProgressLine
 from tritondt.errors import ParallelizeError
 
@@ -19,51 +17,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def _axes(_: click.Context, __: click.Parameter, text: str | None) -> dict[str, int] | None:
-    if text is None:
-        return None
-    try:
-        pairs = [(name.strip(), int(size)) for name, size in (item.split("=") for item in text.split(","))]
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is no list of axes such as dp=4,tp=8") from None
-    if len(dict(pairs)) < len(pairs):
-        raise click.BadParameter(f"{text!r} has two axes of one name; allowed is a list of axes such as dp=4,tp=8")
-    return dict(pairs)
-
-
-def _memory(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
-    return None if text is None else parse_bytes(text)
-
-
-def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
-    if path is not None:
-        refuse_unwritable(path)
-    return path
-
-
-@click.command("plan-model")
-@click.argument("factory", metavar="MODULE:FACTORY", required=False)
-@click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A config.json instead.")
-@click.option("--mesh", callback=_axes, metavar="NAME=INT,...", help="Ranks on the axes dp and tp.")
-@click.option("--ranks", type=click.IntRange(1), help="Compare all meshes of so many ranks instead.")
-@click.option("--memory", callback=_memory, metavar="SIZE", help="Most memory of a rank, as 80G (of 1024 MB).")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose prices.")
-@click.option(
-    "--ranks-per-host", type=click.IntRange(1), default=8, show_default=True, help="Neighbouring ranks on each host."
-)
-@click.option(
-    "--objective",
-    type=click.Choice(["step time", "bytes", "memory"]),
-    default="step time",
-    show_default=True,
-    help="What is to be least: predicted, or received or held by a rank.",
-)
-@click.option("--optimizer", default="adamw", show_default=True, help="adamw, adam, sgd or sgd with momentum.")
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences, with --config.")
-@click.option("--sequence", type=click.IntRange(1), default=2048, show_default=True, help="Tokens, with --config.")
-@click.option("--dtype", default="bfloat16", show_default=True, help="Of parameters, with --config.")
-@click.option("--html", callback=_writable, metavar="FILE", help="Write a page with the program and the tables.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def plan_model(
     factory: str | None,
     config: Path | None,
@@ -80,16 +33,7 @@ def plan_model(
     html: str | None,
     as_json: bool,
 ) -> None:
-    """Find the layout of a model: styles, bytes, memory, predicted time.
-
-    FACTORY is called without arguments, and returns the model and its example inputs: a tensor, a
-    tuple or a dict of named ones. It runs on the device meta, so that nothing takes memory. With
-    --mesh inputs are those of one rank of dp, with --ranks those of all. --config is the file of a
-    model of Hugging Face transformers, without weights.
-
-    \b
-    tritondt plan-model --config config.json --mesh dp=8,tp=8 --device cuda --memory 80G
-    """
+    """Prints the layout that is found for a model, and writes the page that was asked for."""
     if (factory is None) == (config is None):
         raise click.UsageError("give MODULE:FACTORY or --config FILE, one of them")
     if (mesh is None) == (ranks is None):

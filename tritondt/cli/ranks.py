@@ -13,14 +13,12 @@ import torch.distributed as dist
 
 from tritondt import environment
 from tritondt.cli.launch import num_cores, run_on_ranks
+from tritondt.cli.outputs import INTERRUPTED, is_first
 from tritondt.comm import world
 from tritondt.errors import TritondtError
 
 # More only take turns: 16 ranks on a core are no measurement, and a thousand would end the machine.
 _MOST_PER_CORE = 16
-
-# What shells give to a program that Ctrl-C has ended.
-INTERRUPTED = 130
 
 Send = Callable[[object], None]
 Body = Callable[..., object]
@@ -61,12 +59,6 @@ def num_launched() -> int | None:
     """Number of processes that a launcher has started; None for a process started alone."""
     found = environment.launched()
     return None if found is None else found.num_ranks
-
-
-def is_first() -> bool:
-    """Whether this process prints and writes: one that was started alone, or rank 0 of those of a launcher."""
-    found = environment.launched()
-    return found is None or found.rank == 0
 
 
 def run(num_ranks: int, body: Body, request: object, on_message: Send) -> tuple[int, list[str]]:

@@ -21,6 +21,7 @@ from tritondt import environment
 from tritondt.cli import ranks
 from tritondt.cli.launch import RankFailedError, run_on_ranks
 from tritondt.cli.machine import Finding, machine_findings
+from tritondt.cli.outputs import is_first
 from tritondt.comm import world
 from tritondt.comm.objects import gather_objects
 from tritondt.comm.transports import table
@@ -125,7 +126,7 @@ def smoke_test(seconds: float) -> Smoke:
         else:
             began[0] = "the meeting of the launcher's processes"
             ranks.join(None, NUM_RANKS)
-            _test_on_rank(take if ranks.is_first() else _drop, seconds)
+            _test_on_rank(take if is_first() else _drop, seconds)
             ranks.leave()
     except (RankFailedError, TritondtError, RuntimeError) as error:
         found.failed = began[-1], str(error)

@@ -41,35 +41,16 @@ _CAST_WIDTHS = (8, 4)
 Timer = Callable[[Choice], float]
 
 
-@click.command()
-@click.option("--device", type=int, default=0, show_default=True, help="Number of the CUDA device.")
-@click.option("--kernel", "kernels", multiple=True, type=click.Choice(_KERNELS), help="Only this one.  [default: all]")
-@click.option("--mebibytes", type=click.IntRange(1), default=256, show_default=True, help="What one run writes.")
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), default=PATH, help="The file to change.")
-@click.option(
-    "--architecture", type=click.IntRange(80), help="Compile for it, such as 90 for an H100, and time nothing."
-)
-@click.option("--model", is_flag=True, help="Print what packs and unpacks cost by models, and time nothing.")
-@click.option(
-    "--jobs", type=click.IntRange(1), default=os.cpu_count(), help="Compilations at a time.  [default: cores]"
-)
 def tune(
     device: int,
     kernels: tuple[str, ...],
     mebibytes: int,
-    output: Path,
+    output: Path | None,
     architecture: int | None,
     model: bool,
-    jobs: int,
+    jobs: int | None,
 ) -> None:
-    """Time the kernels on a GPU under every choice, and record the fastest.
-
-    They are recorded under the name of the device in the file that ships with the package, or in --output;
-    what other devices have there stays. Takes minutes, most of them for compiling. With --architecture, the kernels
-    are compiled into Triton's cache (TRITON_CACHE_DIR) for a GPU that need not be there, under the default choices.
-    With --model, it prints the bytes that a model of the cache of an H200 moves to and from memory for packs and
-    unpacks of columns, over the least, and the instructions of their kernels for each byte, on sm_90 or --architecture.
-    """
+    """Times a GPU's kernels and records the fastest choices, or compiles or models them."""
     if (model or architecture is not None or torch.cuda.is_available()) and importlib.util.find_spec("triton") is None:
         raise click.ClickException("triton is missing, which tune compiles kernels with: pip install triton")
     if model:
@@ -78,7 +59,9 @@ def tune(
         return
     if architecture is not None:
         started = time.monotonic()
-        count = importlib.import_module("tritondt.kernels.gpu.ahead_of_time").compile_all(architecture, jobs)
+        count = importlib.import_module("tritondt.kernels.gpu.ahead_of_time").compile_all(
+            architecture, jobs or os.cpu_count()
+        )
         click.echo(f"{count} kernels compiled for sm_{architecture} in {time.monotonic() - started:.0f} s")
         return
     if not torch.cuda.is_available():
@@ -100,8 +83,9 @@ def tune(
                 speed = (mebibytes << 20) * _passes(kernel) / seconds / 1e9
                 unit = "elements" if kernel in _CASTS else "bytes"
                 click.echo(f"{kernel}, {width} {unit}, {num_dims} dims: {speed:.0f} GB/s read and written, {choice}")
-    record(properties.name, found, output)
-    click.echo(f"recorded for {properties.name} in {output}")
+    path = PATH if output is None else output
+    record(properties.name, found, path)
+    click.echo(f"recorded for {properties.name} in {path}")
 
 
 def modeled(architecture: int) -> Iterator[str]:

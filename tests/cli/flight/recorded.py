@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from tritondt.cli.flight.entry import Entry, Flight
+from tritondt.cli.flight import Entry, Flight
 
 DONE = Entry(
     number=0,

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from tests.cli.flight.recorded import as_file, done, flight, waiting
 from tritondt._C import STATES, FlightRecorder
-from tritondt.cli.flight import entry
+from tritondt.cli import flight as flight_files
 from tritondt.cli.main import main
 
 
@@ -28,7 +28,7 @@ def write(folder, recorder):
 
 
 def test_the_states_are_those_of_the_extension():
-    assert entry.STATES == STATES
+    assert flight_files.STATES == STATES
 
 
 def test_files_of_recorders_that_ended_well(tmp_path):

@@ -3,8 +3,7 @@
 import dataclasses
 
 from tests.cli.flight.recorded import done, failed, flight, waiting
-from tritondt.cli.flight.findings import examine
-from tritondt.cli.flight.telling import as_json, tell, verdict
+from tritondt.cli.flight import examine, fields_of, tell, verdict
 
 
 def test_nothing_is_wrong():
@@ -12,7 +11,7 @@ def test_nothing_is_wrong():
     assert findings.is_clean
     assert verdict(findings) == "nothing is wrong: 4 ranks ended all of 8 recorded operations"
     assert list(tell(findings)) == [verdict(findings)]
-    assert as_json(findings)["ok"] is True
+    assert fields_of(findings)["ok"] is True
 
 
 def test_a_rank_that_never_issued_what_the_others_wait_for():
@@ -62,7 +61,7 @@ def test_the_first_exchange_at_which_ranks_diverge():
         "rank 1 S1 -> R at train.py:50 (step)"
     )
     assert "  rank 1: S1 -> R at train.py:50 (step)" in tell(findings)
-    sides = as_json(findings)["divergence"]["sides"]
+    sides = fields_of(findings)["divergence"]["sides"]
     assert [side["ranks"] for side in sides] == [[0, 2, 3], [1]]
 
 
@@ -109,7 +108,7 @@ def test_ranks_that_wait_for_each_other_in_different_exchanges():
     )
     (circle,) = findings.cycles
     assert [wait.rank for wait in circle] == [0, 1, 2]
-    assert as_json(findings)["cycles"] == [[0, 1, 2]]
+    assert fields_of(findings)["cycles"] == [[0, 1, 2]]
     told = [line for line in tell(findings) if "in a circle" in line]
     assert told == [
         "  ranks 0, 1, 2 wait for each other in a circle: "

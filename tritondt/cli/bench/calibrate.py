@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tritondt.cli import ranks as joined_ranks
-from tritondt.cli.bench.json_result import is_printed, json_option, write_json
+from tritondt.cli.bench.json_result import is_printed, write_json
+from tritondt.cli.outputs import is_first
 from tritondt.cli.surroundings import surroundings
 from tritondt.kernels.boxes import CopyBox
 from tritondt.kernels.tables import copy_table
@@ -188,19 +189,8 @@ def _nothing_to_wait_for() -> None:
     """On the CPU what was called has run."""
 
 
-@click.command(context_settings={"show_default": True})
-@click.option("--ranks", type=click.IntRange(min=2), help="Processes to start.  [default: 2, or the launcher's]")
-@click.option("--device", "device_type", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where tensors are.")
-@click.option("-n", "--rounds", type=click.IntRange(min=1), default=25, help="Rounds of each figure.")
-@click.option("--shrink", type=click.IntRange(min=1), default=1, help="Sizes are divided by this.")
-@json_option
 def calibrate(ranks: int | None, device_type: str, rounds: int, shrink: int, json_to: str | None) -> None:
-    """Measure the prices that plans are made by, between ranks 0 and 1 and on each, and print them for TRITONDT_COSTS.
-
-    On GPUs those of NCCL's collectives too, among all ranks.
-
-    Under torchrun, MPI or srun it runs on the processes that are there.
-    """
+    """Measures prices, and prints them for TRITONDT_COSTS."""
     if device_type == "cuda" and not torch.cuda.is_available():
         raise click.ClickException(f"prices on cuda were asked for; torch {torch.__version__} sees no CUDA device")
     num_ranks = joined_ranks.join(ranks, 2)
@@ -214,7 +204,7 @@ def calibrate(ranks: int | None, device_type: str, rounds: int, shrink: int, jso
     status, errors = joined_ranks.run(num_ranks, measure_on_rank, asked, add)
     if status:
         raise click.ClickException("; ".join(errors))
-    if joined_ranks.is_first():
+    if is_first():
         prices = {device_type: prices_of(found[0], asked)}
         click.echo(f"export TRITONDT_COSTS='{json.dumps(prices)}'", err=is_printed(json_to))
         write_json({"benchmark": "calibrate", **surroundings(), "ranks": num_ranks, "prices": prices}, json_to)

@@ -10,8 +10,6 @@ from tritondt.errors import LayoutError
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Partial, Placement, ReduceOp, Replicate, Shard, parse_placements
 
-DEFAULT_SIZES = "64x96,1023x1025,1024x1024,4096x4096"
-
 # One axis: what tensor and data parallel training does at its boundaries. Two axes: the pairs with
 # which DTensor's bytes were compared to the minimum, and their neighbours with a Partial.
 _DEFAULT_PAIRS = (

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import click
+import torch
 from rich.console import Console
 
 from tritondt.cli import ranks as joined_ranks
+from tritondt.cli.bench import REDUCE_OPS, nccl_tests
 from tritondt.cli.bench import loopback as loopback_counter
-from tritondt.cli.bench import nccl_tests
 from tritondt.cli.bench.cases import (
-    DEFAULT_SIZES,
     default_pairs,
     make_cases,
     parse_pairs,
@@ -17,58 +19,23 @@ from tritondt.cli.bench.cases import (
     shape_of,
     with_reductions,
 )
-from tritondt.cli.bench.collective.options import SIZE
-from tritondt.cli.bench.collective.record import AVERAGES
 from tritondt.cli.bench.collective.sides import NAMES, imported, refusal
-from tritondt.cli.bench.collective.sizes import sweep
 from tritondt.cli.bench.documents import as_csv, as_json
-from tritondt.cli.bench.harness import SLOWEST_RANK, WARM_UP_ROUNDS
 from tritondt.cli.bench.inputs import DTYPES
-from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, write_json, write_text
+from tritondt.cli.bench.json_result import is_printed, write_json, write_text
 from tritondt.cli.bench.measure import OF_TORCH, SHARED_MEMORY, TRITONDT, Measured, Request, measure_on_rank
 from tritondt.cli.bench.over_sockets import choose_sockets
 from tritondt.cli.bench.report import line, print_report
+from tritondt.cli.bench.sizes import sweep
+from tritondt.cli.outputs import is_first
 from tritondt.cli.progress import ProgressLine
 from tritondt.cli.surroundings import surroundings
-from tritondt.sharding.placement import OPS_OF_KIND, ReduceOp
+from tritondt.cli.user_error import BenchmarkError
+from tritondt.sharding.placement import OPS_OF_KIND
 
 _DEFAULT_RANKS = 4
-# Names of nccl-tests, which `-o` takes.
-_REDUCE_OPS: dict[str, ReduceOp] = {"sum": "sum", "prod": "product", "max": "max", "min": "min", "avg": "avg"}
 
 
-@click.command(context_settings={"show_default": True}, epilog=nccl_tests.EPILOG)
-@click.option("--ranks", type=click.IntRange(min=2), help="Processes to start.  [default: 4, or the launcher's]")
-@click.option("--against", help="Time torch in turns with it, or copies by a function MODULE:FUNCTION.")
-@click.option("--impl", help="Implementations, in turns: tritondt, torch, gloo, shared-memory, MODULE:FUNCTION.")
-@click.option("--sizes", default=DEFAULT_SIZES, help="Shapes of the whole tensor.")
-@click.option("-b", "--minbytes", type=SIZE, help="Size of matrices in place of --sizes, as in 32M.")
-@click.option("-e", "--maxbytes", type=SIZE, help="Largest size.  [default: that of -b]")
-@click.option("-f", "--stepfactor", type=float, help="From one size to the next, times this.")
-@click.option("-i", "--stepbytes", type=SIZE, help="From one size to the next, plus this.  [default: 1M]")
-@click.option("--pairs", help='As in "S0->R; S0,S1->R,R".  [default: about 20, on meshes of 1 and 2 axes]')
-@click.option("-n", "--rounds", type=click.IntRange(min=1), default=25, help="Most rounds of a case.")
-@click.option("--case-seconds", type=float, default=10.0, help="Time for a case; 9 rounds are made anyway.")
-@click.option(
-    "-w", "--warmup_iters", type=click.IntRange(min=1), default=WARM_UP_ROUNDS, help="Rounds that do not count."
-)
-@click.option("-c", "--check", type=click.IntRange(min=0), default=1, help="Checked runs; 0: none, and no ratios.")
-@click.option(
-    *("-a", "--average"),
-    type=click.IntRange(min(AVERAGES), max(AVERAGES)),
-    default=SLOWEST_RANK,
-    help="Time of a round: " + ", ".join(f"{number} {text}" for number, text in AVERAGES.items()) + " of ranks.",
-)
-@click.option("-d", "--dtype", type=click.Choice(list(DTYPES)), default="float32", help="Element type.")
-@click.option("-o", "--op", type=click.Choice([*_REDUCE_OPS, "all"]), help="Reduction of pairs with P, or all.")
-@click.option("--threads", type=click.IntRange(min=1), default=1, help="CPU threads of a rank.")
-@click.option("--loopback", is_flag=True, help="Read the loopback interface's counter as well (1 MB and more).")
-@click.option(
-    "--breakdown", is_flag=True, help="Time local work and messages alone as well, and the peak; over sockets."
-)
-@json_option
-@csv_option
-@nccl_tests.options(nccl_tests.Flag("-r", "--root", (), "a redistribution has no root; leave -r out"))
 def redistribute(
     ranks: int | None,
     against: str | None,
@@ -86,6 +53,7 @@ def redistribute(
     average: int,
     dtype: str,
     op: str | None,
+    device: str,
     threads: int,
     loopback: bool,
     breakdown: bool,
@@ -93,28 +61,14 @@ def redistribute(
     csv_to: str | None,
     ngpus: int | None,
 ) -> None:
-    """Time redistributions on CPU processes: each is checked first, then timed round by round.
-
-    Ends with status 1 if a result is wrong, or if bytes or messages are not those that explain foretells.
-    Under torchrun, MPI or srun it runs on the processes that are there.
-    """
-    if loopback and not loopback_counter.is_readable():
-        raise click.UsageError("--loopback reads a counter of Linux, which this system does not have")
-    if json_to is not None and json_to == csv_to:
-        raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
-    for flag, is_asked in (("--breakdown", breakdown), ("--loopback", loopback)):
-        if is_asked:
-            choose_sockets(flag)
-    if impl is not None and against is not None:
-        raise click.UsageError(
-            f"--impl {impl} and --against {against}: only one can be; --against X is --impl tritondt,X"
-        )
-    others = _others(impl if against is None else f"{TRITONDT},{against}")
+    """Times redistributions; ends with status 1 if a result is wrong or a rank fails."""
+    _check(device, {"--breakdown": breakdown, "--loopback": loopback}, (impl, against), (json_to, csv_to))
+    others = _others(impl if against is None else f"{TRITONDT},{against}", device)
     num_ranks = joined_ranks.join(nccl_tests.ranks_asked(ranks, ngpus), _DEFAULT_RANKS)
     chosen = default_pairs(num_ranks) if pairs is None else parse_pairs(pairs)
     has = OPS_OF_KIND["float" if DTYPES[dtype].is_floating_point else "int"]
     if op is not None:
-        chosen = with_reductions(chosen, has if op == "all" else (_REDUCE_OPS[op],))
+        chosen = with_reductions(chosen, has if op == "all" else (REDUCE_OPS[op],))
     for pair in chosen:
         if pair.reduce_op is not None and pair.reduce_op not in has:
             asked = f"a reduction by {pair.reduce_op} was asked for of {dtype}"
@@ -122,10 +76,35 @@ def redistribute(
     shapes = parse_sizes(sizes) if minbytes is None else _shapes(minbytes, maxbytes, stepfactor, stepbytes, dtype)
     cases = make_cases(num_ranks, shapes, chosen)
     sides = dtype, others, rounds, case_seconds, threads, loopback
-    request = Request(cases, *sides, warmup_iters, check, average, breakdown)
+    request = Request(cases, *sides, warmup_iters, check, average, breakdown, device)
     status = _measure(request, num_ranks, json_to, csv_to)
     if status:
         raise click.exceptions.Exit(status)
+
+
+def _check(
+    device: str,
+    parts: Mapping[str, bool],
+    sides: tuple[str | None, str | None],
+    files: tuple[str | None, str | None],
+) -> None:
+    """UsageError or BenchmarkError for options that do not go together."""
+    (impl, against), (json_to, csv_to) = sides, files
+    if parts["--loopback"] and not loopback_counter.is_readable():
+        raise click.UsageError("--loopback reads a counter of Linux, which this system does not have")
+    if json_to is not None and json_to == csv_to:
+        raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError(f"--device cuda was asked for; torch {torch.__version__} sees no CUDA device")
+    for flag, is_asked in parts.items():
+        if is_asked and device == "cuda":
+            raise click.UsageError(f"{flag} measures the sockets; allowed are tensors of the CPU (--device cpu)")
+        if is_asked:
+            choose_sockets(flag)
+    if impl is not None and against is not None:
+        raise click.UsageError(
+            f"--impl {impl} and --against {against}: only one can be; --against X is --impl tritondt,X"
+        )
 
 
 def _shapes(
@@ -136,16 +115,24 @@ def _shapes(
     return tuple(shape_of(size, itemsize) for size in sweep(minbytes, last, factor, step))
 
 
-def _others(impl: str | None) -> tuple[str, ...]:
+def _others(impl: str | None, device: str) -> tuple[str, ...]:
     """Implementations that take turns with tritondt; one that is not available here takes a line on stderr."""
     asked = [TRITONDT] if impl is None else [name.strip() for name in impl.split(",")]
     if len(set(asked)) < len(asked) or TRITONDT not in asked:
         raise click.UsageError(f"--impl {impl!r}: allowed are {TRITONDT} and others, joined by commas, each once")
-    return tuple(name for name in asked if name != TRITONDT and _is_available(name))
+    return tuple(name for name in asked if name != TRITONDT and _is_available(name, device))
 
 
-def _is_available(name: str) -> bool:
+def _is_available(name: str, device: str) -> bool:
     """Whether an implementation can be timed here; UsageError or BenchmarkError for what is none."""
+    if device == "cuda":
+        if ":" not in name:
+            raise click.UsageError(
+                f"{name!r} cannot be timed beside {TRITONDT} on GPUs; allowed is MODULE:FUNCTION, a pack kernel of "
+                "your own, and for collectives bench COLLECTIVE --device cuda"
+            )
+        imported(name)
+        return True
     if name in (*OF_TORCH, SHARED_MEMORY):
         return True
     if ":" in name:
@@ -156,7 +143,7 @@ def _is_available(name: str) -> bool:
         allowed = ", ".join((*OF_TORCH, SHARED_MEMORY, "nccl"))
         raise click.UsageError(f"{name!r} cannot be timed beside {TRITONDT}; allowed are {allowed} and MODULE:FUNCTION")
     reason = refusal(name, "cpu") or "redistributions are timed on the CPU, where torch's meshes are on Gloo"
-    if joined_ranks.is_first():
+    if is_first():
         click.echo(f"{name} is not available: {reason}", err=True)
     return False
 
@@ -174,7 +161,7 @@ def _measure(request: Request, num_ranks: int, json_to: str | None, csv_to: str 
             progress.tell(f"{len(found)}/{len(request.cases)}  {line(message)}")
 
         status, errors = joined_ranks.run(num_ranks, measure_on_rank, request, add)
-    if joined_ranks.is_first():
+    if is_first():
         if found:
             print_report(found, Console(stderr=is_printed(json_to, csv_to)), request.average)
         write_json(as_json(request, num_ranks, found, before, errors), json_to)

@@ -10,10 +10,10 @@ from typing import Any
 import click
 
 from tritondt.cli.bench.bootstrap import Ratio, ratio_of
-from tritondt.cli.bench.errors import BenchmarkError
-from tritondt.cli.bench.json_result import is_printed, json_option, write_json
+from tritondt.cli.bench.json_result import is_printed, write_json
 from tritondt.cli.foreign_files import ForeignFileError, parse, printable, read_text
 from tritondt.cli.outputs import columns, fitted
+from tritondt.cli.user_error import BenchmarkError
 
 # What reading an object raises that is no result.
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
@@ -113,17 +113,8 @@ def pair(before: list[Entry], after: list[Entry]) -> list[Pair]:
     return found
 
 
-@click.command()
-@click.argument("before", type=click.Path(path_type=Path))
-@click.argument("after", type=click.Path(path_type=Path))
-@json_option
 def compare(before: Path, after: Path, json_to: str | None) -> None:
-    """Ratios of the median times of two results, AFTER / BEFORE: below 1 is faster.
-
-    A verdict needs a 95 % bootstrap interval that leaves 1 out. The interval knows what changed from iteration to
-    iteration within the two runs, not what else the machine did between them: in one run, --impl takes turns.
-    Cases with wrong or unchecked results are left out.
-    """
+    """Prints the ratios of the median times of two results, AFTER / BEFORE."""
     (old, old_file), (new, new_file) = read(before), read(after)
     pairs = pair(old, new)
     right = [each for each in pairs if each.before.is_right and each.after.is_right]

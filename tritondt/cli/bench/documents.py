@@ -40,6 +40,7 @@ def as_json(
         **run_fields(before),
         **before,
         "ranks": num_ranks,
+        "device": request.device,
         "threads": request.num_threads,
         "dtype": request.dtype,
         "against": request.others[0] if request.others else None,

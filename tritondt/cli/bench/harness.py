@@ -9,17 +9,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from tritondt.cli.bench import SLOWEST_RANK, WARM_UP_ROUNDS
+
 Run = Callable[[], object]
+Result = TypeVar("Result")
 
 # A median of fewer rounds says little on a machine that does other things.
 _FEWEST_ROUNDS = 9
-WARM_UP_ROUNDS = 2
 # nccl-tests' numbers for which of the ranks' times is reported.
-_RANK_0, _MEAN, _FASTEST_RANK, SLOWEST_RANK = range(4)
+_RANK_0, _MEAN, _FASTEST_RANK = range(SLOWEST_RANK)
 _REDUCTIONS = {_MEAN: dist.ReduceOp.SUM, _FASTEST_RANK: dist.ReduceOp.MIN, SLOWEST_RANK: dist.ReduceOp.MAX}
 
 
@@ -39,6 +42,17 @@ def ms_text(seconds: float) -> str:
     ('1.235', '12.3')
     """
     return f"{seconds * 1e3:.3f}" if seconds < 10e-3 else f"{seconds * 1e3:.1f}"
+
+
+def synchronized(run: Callable[[], Result]) -> Callable[[], Result]:
+    """A run that ends when the GPU has done what it asked for."""
+
+    def run_to_its_end() -> Result:
+        result = run()
+        torch.cuda.synchronize()
+        return result
+
+    return run_to_its_end
 
 
 @dataclass(frozen=True)

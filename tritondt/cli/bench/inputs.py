@@ -12,16 +12,11 @@ from math import prod
 
 import torch
 
+from tritondt.cli.bench import DTYPE_NAMES
 from tritondt.cli.bench.cases import Case
 from tritondt.sharding.placement import Partial, Placement, ReduceOp, Shard
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32),
-    )
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 # What two terms are together; a mean is a sum that is divided at the end.
 _TOGETHER: Mapping[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

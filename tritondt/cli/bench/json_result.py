@@ -12,28 +12,19 @@ from typing import Any
 
 import click
 
-from tritondt.cli.outputs import refuse_unwritable
-from tritondt.cli.ranks import is_first
+from tritondt.cli.outputs import writable
 
 _STDOUT = "-"
-
-
-def _writable(_: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """The path, once it has been opened; a file that was not there is not left behind."""
-    if path is None or path == _STDOUT or not is_first():
-        return path
-    refuse_unwritable(path)
-    return path
 
 
 _PATH = click.Path(dir_okay=False, allow_dash=True)
 
 
 def _json_path(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """The path, as _writable has it; a name that ends in .csv asks for the other option."""
+    """The path, as `writable` has it; a name that ends in .csv asks for the other option."""
     if path is not None and path.endswith(".csv"):
         raise click.UsageError(f"--json (-J) writes JSON, and {path} is named like CSV; write --csv {path}")
-    return _writable(context, parameter, path)
+    return writable(context, parameter, path)
 
 
 # The command is given `json_to`: None without the option, else where the object goes.
@@ -52,7 +43,7 @@ csv_option = click.option(
     is_flag=False,
     flag_value=_STDOUT,
     type=_PATH,
-    callback=_writable,
+    callback=writable,
     help="Write a line for each measurement to a file, or without one to stdout.",
 )
 

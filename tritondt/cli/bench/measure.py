@@ -15,16 +15,16 @@ from torch.distributed import tensor as torch_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import tritondt as T
-from tritondt.cli.bench import own_pack
+from tritondt.cli.bench import SLOWEST_RANK, WARM_UP_ROUNDS, own_pack
 from tritondt.cli.bench.breakdown import Breakdown, measured_peak, parts_of
 from tritondt.cli.bench.cases import Case
 from tritondt.cli.bench.collective import shared_memory
 from tritondt.cli.bench.collective.sides import NotOfferedError, told_errors
-from tritondt.cli.bench.errors import BenchmarkError
-from tritondt.cli.bench.harness import SLOWEST_RANK, WARM_UP_ROUNDS, Run, Times, time_interleaved
+from tritondt.cli.bench.harness import Run, Times, synchronized, time_interleaved
 from tritondt.cli.bench.inputs import DTYPES, source_part, target_part
 from tritondt.cli.bench.loopback import Loopback, count_loopback
 from tritondt.cli.bench.minimum import fewest_elements, most_received
+from tritondt.cli.user_error import BenchmarkError
 from tritondt.comm.objects import gather_objects
 from tritondt.events import StepRan, subscribe
 from tritondt.interop.torch_specs import torch_placements
@@ -53,6 +53,7 @@ class Request:
     num_checks: int = 1
     average: int = SLOWEST_RANK
     breaks_down: bool = False
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -127,11 +128,18 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
     Raises BenchmarkError where explain does not foretell what ran, AssertionError for a wrong result.
     """
     torch.set_num_threads(request.num_threads)
-    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    meshes: dict[tuple[int, ...], DeviceMesh | T.Mesh] = {}
+    if request.device == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     peak_bytes_per_s = measured_peak(request.rounds, request.case_s) if request.breaks_down else None
     for case in request.cases:
         if case.mesh_shape not in meshes:
-            meshes[case.mesh_shape] = T.init_device_mesh("cpu", case.mesh_shape)
+            # Nothing of torch's own is timed on GPUs, and so no process groups are made.
+            meshes[case.mesh_shape] = (
+                T.init_device_mesh("cpu", case.mesh_shape)
+                if request.device == "cpu"
+                else T.Mesh(case.mesh_shape, device_type=request.device)
+            )
         with torch.no_grad(), _quiet_torch(), told_errors(request.others, case):
             found = _measure(case, meshes[case.mesh_shape], request, peak_bytes_per_s)
         if dist.get_rank() == 0:
@@ -150,20 +158,22 @@ def _quiet_torch() -> Iterator[None]:
     logger.setLevel(level)
 
 
-def _measure(case: Case, mesh: DeviceMesh, request: Request, peak_bytes_per_s: float | None) -> Measured:
+def _measure(case: Case, mesh: DeviceMesh | T.Mesh, request: Request, peak_bytes_per_s: float | None) -> Measured:
     dtype = DTYPES[request.dtype]
     meta = T.TensorMeta.contiguous(case.shape, dtype)
     source = T.DTensorSpec(mesh, case.pair.source, meta)
     target = T.DTensorSpec(mesh, case.pair.target, meta)
     assert source.coordinate is not None, "every rank is on the mesh"
-    local = source_part(case, dtype, source.coordinate)
+    local = source_part(case, dtype, source.coordinate).to(request.device)
 
     def ours() -> torch.Tensor:
         return T.redistribute(local, source, target)
 
     runs = {TRITONDT: ours} | {name: _bind(name, local, source, target, (case, mesh)) for name in request.others}
+    if request.device == "cuda":
+        runs = {name: synchronized(run) for name, run in runs.items()}
     for _ in range(request.num_checks):
-        _check_results(case, runs, target_part(case, dtype, source.coordinate))
+        _check_results(case, runs, target_part(case, dtype, source.coordinate).to(request.device))
     counts = _checked_counts(ours, source, target)
     loopback = None
     moves = any(found.num_sent for found in counts)
@@ -187,11 +197,12 @@ def _measure(case: Case, mesh: DeviceMesh, request: Request, peak_bytes_per_s: f
 
 
 def _bind(
-    name: str, local: torch.Tensor, source: T.DTensorSpec, target: T.DTensorSpec, of: tuple[Case, DeviceMesh]
+    name: str, local: torch.Tensor, source: T.DTensorSpec, target: T.DTensorSpec, of: tuple[Case, DeviceMesh | T.Mesh]
 ) -> Callable[[], torch.Tensor]:
     """Redistribution by another implementation, of a case on a mesh; a collective call."""
+    case, mesh = of
     if name in OF_TORCH:
-        case, mesh = of
+        assert isinstance(mesh, DeviceMesh), "torch is timed on the CPU"
         return _torch_run(local, mesh, case)
     if name != SHARED_MEMORY:
         return own_pack.bind(name, local, source, target)

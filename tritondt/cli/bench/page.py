@@ -13,13 +13,13 @@ from typing import Any
 import click
 
 from tritondt.cli.bench.compare import MALFORMED, read, seconds_of
-from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import percentile
 from tritondt.cli.bench.inputs import DTYPES
 from tritondt.cli.charts import COLOURS, Series, histogram, line_chart
 from tritondt.cli.foreign_files import printable
 from tritondt.cli.html_page import charts, legend, page, table
 from tritondt.cli.outputs import refuse_obstacle, refuse_unwritable, replace_file
+from tritondt.cli.user_error import BenchmarkError
 
 _PLACES = ("out_of_place", "in_place")
 _MOST_HISTOGRAMS = 24
@@ -204,15 +204,8 @@ def size_text(size: float) -> str:
     return f"{size:.3g}"
 
 
-@click.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Where to.  [default: DIR/report.html]")
 def report(folder: Path, out: Path | None) -> None:
-    """Write one self-contained HTML page of all results in a folder: files that bench has written with --json.
-
-    It has bandwidths and latencies over sizes, ratios to torch, histograms of times, machine and versions, and asks no
-    network.
-    """
+    """Writes a page of all results in a folder."""
     if not folder.is_dir():
         raise click.UsageError(f"{folder} is no folder; allowed is one with results of bench --json")
     path = folder / "report.html" if out is None else out

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from tritondt.cli.bench import breakdown_report
-from tritondt.cli.bench.collective.record import AVERAGES
+from tritondt.cli.bench import AVERAGES, breakdown_report
 from tritondt.cli.bench.collective.request import label
 from tritondt.cli.bench.harness import Times, ms_text, percentile
 from tritondt.cli.bench.measure import Measured

@@ -13,13 +13,20 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tritondt.cli.demo.data import corpus
-from tritondt.cli.demo.dtensor_style import DTensorStyle
-from tritondt.cli.demo.experiment import Experiment, RanksRun, Step, Style
-from tritondt.cli.demo.grid import PARALLEL, num_batch_parts
+from tritondt.cli.demo.experiment import (
+    STYLES,
+    DTensorStyle,
+    Experiment,
+    RanksRun,
+    Step,
+    Style,
+    train_on_ranks,
+    train_on_this_process,
+    train_on_this_rank,
+)
+from tritondt.cli.demo.laid_out import num_batch_parts
 from tritondt.cli.demo.model import Model
-from tritondt.cli.demo.progress import RunProgress
-from tritondt.cli.demo.report import Comparison, shares, write_results
-from tritondt.cli.demo.train import STYLES, train_on_ranks, train_on_this_process, train_on_this_rank
+from tritondt.cli.demo.report import Comparison, RunProgress, shares, write_results
 from tritondt.cli.launch import num_cores, run_on_ranks
 from tritondt.cli.outputs import refuse_unwritable_folder
 from tritondt.cli.ranks import check_started_here
@@ -30,42 +37,8 @@ _DEFAULT_HEAD_WIDTH = 32
 _DEFAULT_RANKS = 4
 _FILE_COLUMNS = 100
 _PRELOAD = (train_on_ranks.__module__, "torch._dynamo")
-_AT_LEAST_1 = click.IntRange(min=1)
 
 
-@click.command(
-    short_help="Train a small GPT on 4 CPU ranks and on one process.", context_settings={"show_default": True}
-)
-@click.option(
-    "--style",
-    "style_name",
-    type=click.Choice(list(STYLES)),
-    default=next(iter(STYLES)),
-    help="Modules of torch.nn under a plan, or plain tensors and every redistribution by hand.",
-)
-@click.option(
-    "--parallel",
-    type=click.Choice(PARALLEL),
-    default=PARALLEL[0],
-    help="Axes of the ranks: tensors cut, parameters sharded (fsdp; hsdp: in two replicas) or replicated (ddp), "
-    "experts apart (ep), or the sequence shared (cp).",
-)
-@click.option("--ranks", type=_AT_LEAST_1, help="Processes to start.  [default: 4, or torchrun's]")
-@click.option("--steps", type=_AT_LEAST_1, default=60, help="Updates of the weights.")
-@click.option("--heads", type=_AT_LEAST_1, default=6, help="Attention heads of a layer.")
-@click.option("--experts", type=_AT_LEAST_1, default=6, help="Experts of a layer with --parallel ep.")
-@click.option("--layers", type=_AT_LEAST_1, default=4, help="Transformer blocks.")
-@click.option("--width", type=_AT_LEAST_1, help="Features, a multiple of --heads.  [default: 32 a head]")
-@click.option("--seq", "sequence", type=_AT_LEAST_1, default=127, help="Bytes of a sequence.")
-@click.option("--batch", type=_AT_LEAST_1, default=16, help="Sequences of a step.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of weights and data.")
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("demo_out"),
-    help="Folder for summary.json and loss.png.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print summary.json too; the rest to stderr.")
 def demo(
     style_name: str,
     parallel: str,
@@ -81,13 +54,7 @@ def demo(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Train a small GPT in parallel on CPU ranks and on one process, and compare.
-
-    The ranks share heads, hidden features and the sequence, or with --parallel the batch and the
-    parameters, none of which need divide by their number. Ends with status 1 if the losses of the
-    two runs differ by more than 1e-4 at any step. Under torchrun it runs on the processes that
-    torchrun has started.
-    """
+    """Both runs of the demo; ClickException if their losses differ by more than 1e-4 at any step."""
     width = heads * _DEFAULT_HEAD_WIDTH if width is None else width
     _check(heads, width, sequence)
     model = Model(heads, layers, width, sequence, experts if parallel == "ep" else 0)

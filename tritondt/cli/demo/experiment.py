@@ -1,20 +1,31 @@
-"""Experiment and results of the demo, for either style of writing the model."""
+"""A run of the demo: its settings, the styles of writing it, the training loop, and what the ranks have measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-from tritondt.cli.demo import model
-from tritondt.cli.demo.traffic import Flow, Phase
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import tritondt as T
+from tritondt.cli.demo import data
+from tritondt.cli.demo.laid_out import BY_TOKENS, ByHand, ByTokens, LaidOut, OnGrid, Redistribute, grid_of
+from tritondt.cli.demo.model import Model, make_gpt, make_plan
+from tritondt.cli.demo.traffic import Flow, Phase, Traffic, merge_ranks
+from tritondt.comm.objects import gather_objects
+from tritondt.events import subscribe
+from tritondt.parallel import ParallelStyle
 
 
 @dataclass(frozen=True)
 class Experiment:
     """Settings that decide the losses; both runs are given one experiment."""
 
-    model: model.Model
+    model: Model
     steps: int
     batch: int
     seed: int
@@ -56,33 +67,164 @@ class RanksRun:
     communication_seconds: float
 
 
-class Learner(Protocol):
-    """This rank's weights, optimizer and text; every rank runs the same steps together."""
+def ignore(_: object) -> None:
+    """Callback that does nothing."""
+
+
+class Learner:
+    """A training loop as people write one, equal with a mesh and without."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        laid_out: LaidOut,
+        enter: Callable[[Phase], None] = ignore,
+    ) -> None:
+        self._laid_out, self._enter, self._largest_norm = laid_out, enter, experiment.largest_norm
+        self.model = laid_out.model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=experiment.learning_rate, foreach=True)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, experiment.rate_factor)
+        sequence = experiment.model.sequence
+        self._positions = laid_out.own_positions(torch.arange(sequence))
+        self._batches = data.Batches(experiment.steps, experiment.batch, sequence, experiment.seed)
 
     def run_step(self, index: int) -> float:
-        """Loss before one update, of all positions of all ranks; runs the update."""
+        """Loss before one update, in nats a byte; runs the update."""
+        with self._laid_out.context():
+            loss = self._loss_with_gradients(index)
+        self._enter("gradients")
+        self._laid_out.clip(self._largest_norm)
+        self.optimizer.step()
+        self._schedule.step()
+        loss = loss.full_tensor() if isinstance(loss, T.DTensor) else loss
+        return self._laid_out.mean(loss).item()
+
+    def _loss_with_gradients(self, index: int) -> Tensor:
+        """Loss of this rank's part of the batch, once the gradients are there."""
+        self._enter("forward")
+        tokens, following = self._batches.read(index)
+        # Gradients are means over the parts of the batch, which need not be equally long.
+        laid_out, num_tokens = self._laid_out, following.numel() / self._laid_out.num_parts
+        tokens, following = laid_out.own_part(tokens), laid_out.own_part(following)
+        logits = self.model(tokens, self._positions)
+        answers = laid_out.by_position(following)
+        # A mean would have the ranks agree first on how many bytes there are.
+        loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="sum") / num_tokens
+        self._enter("backward")
+        self.optimizer.zero_grad()
+        loss.backward()
+        return loss.detach()
 
 
-class Style(Protocol):
-    """Way of writing the model and of laying it over ranks; pickled to every rank."""
+@dataclass(frozen=True)
+class Style:
+    """A way of writing the model and of laying it over ranks; pickled to every rank.
 
-    @property
-    def name(self) -> str:
-        """Name of the style for --style."""
+    `name` is that of --style, `parallel` of --parallel: one of `demo.PARALLEL`.
+    """
 
-    @property
-    def parallel(self) -> str:
-        """Way of using the ranks, for --parallel."""
+    name: str
+    parallel: str = "tp"
 
     def num_tensor_ranks(self, num_ranks: int) -> int:
         """Ranks that share heads, hidden features and the sequence."""
+        return grid_of(self.parallel, num_ranks).tensor
+
+    def lay_out(self, experiment: Experiment, num_ranks: int) -> LaidOut:
+        """The model on all ranks of the process group; a collective call."""
+        raise NotImplementedError
 
     def on_ranks(self, experiment: Experiment, enter: Callable[[Phase], None]) -> Learner:
         """This rank's part of the run on all ranks of the process group; `enter` receives the phases of a step."""
+        return Learner(experiment, self.lay_out(experiment, dist.get_world_size()), enter)
 
     def on_one_process(self, experiment: Experiment) -> Learner:
         """Run without ranks."""
+        whole = LaidOut()
+        whole.model = make_gpt(experiment.model, experiment.seed)
+        return Learner(experiment, whole)
 
 
-def ignore(_: object) -> None:
-    """Callback that does nothing."""
+@dataclass(frozen=True)
+class DTensorStyle(Style):
+    """Modules of torch.nn, which a plan lays over the ranks; a test passes a wrong one."""
+
+    name: str = "dtensor"
+    make_plan: Callable[[Model], Mapping[str, ParallelStyle]] = make_plan
+
+    def lay_out(self, experiment: Experiment, num_ranks: int) -> LaidOut:
+        model = make_gpt(experiment.model, experiment.seed)
+        if self.parallel in BY_TOKENS:
+            return ByTokens(model, self.parallel, num_ranks, experiment.model.sequence)
+        return OnGrid(model, self.parallel, grid_of(self.parallel, num_ranks), self.make_plan(experiment.model))
+
+
+@dataclass(frozen=True)
+class LocalStyle(Style):
+    """Plain tensors; `redistribute` moves activations and gradients, a test passes a wrong one."""
+
+    name: str = "local"
+    redistribute: Redistribute = T.redistribute
+
+    def lay_out(self, experiment: Experiment, num_ranks: int) -> LaidOut:
+        model = make_gpt(experiment.model, experiment.seed)
+        return ByHand(model, experiment.model, experiment.batch, num_ranks, self.redistribute)
+
+
+STYLES: dict[str, Style] = {style.name: style for style in (DTensorStyle(), LocalStyle())}
+
+
+def train(experiment: Experiment, learner: Learner, *, on_step: Callable[[Step], None] = ignore) -> tuple[Step, ...]:
+    """Runs all steps; every rank calls it together with a learner of its own.
+
+    Example: `train(experiment, style.on_one_process(experiment))` is the run on one process.
+    """
+    steps = []
+    for index in range(experiment.steps):
+        started = time.perf_counter()
+        loss = learner.run_step(index)
+        steps.append(Step(index, loss, time.perf_counter() - started))
+        on_step(steps[-1])
+    return tuple(steps)
+
+
+def train_on_ranks(experiment: Experiment, style: Style, *, on_step: Callable[[Step], None] = ignore) -> RanksRun:
+    """Train on every rank of the process group, which must exist; the result is alike on all ranks."""
+    traffic = Traffic()
+    learner = style.on_ranks(experiment, traffic.enter)
+    unsubscribe = subscribe(traffic.record)
+    try:
+        steps = train(experiment, learner, on_step=on_step)
+    finally:
+        unsubscribe()
+    flows = traffic.flows()
+    communication_seconds = sum(flow.seconds for flow in flows)
+    compute_seconds = sum(step.seconds for step in steps) - communication_seconds
+    return _merge(steps, flows, compute_seconds, communication_seconds)
+
+
+def train_on_this_rank(send: Callable[[object], None], experiment: Experiment, style: Style) -> RanksRun:
+    """`train_on_ranks` in a process that the demo started; rank 0 sends its steps."""
+    return train_on_ranks(experiment, style, on_step=send if dist.get_rank() == 0 else ignore)
+
+
+def train_on_this_process(send: Callable[[object], None], experiment: Experiment, style: Style) -> tuple[Step, ...]:
+    """Run without ranks, in a process that the demo started, which sends its steps."""
+    return train(experiment, style.on_one_process(experiment), on_step=send)
+
+
+def _merge(
+    steps: tuple[Step, ...],
+    flows: tuple[Flow, ...],
+    compute_seconds: float,
+    communication_seconds: float,
+) -> RanksRun:
+    num_ranks = dist.get_world_size()
+    own = (steps, flows, compute_seconds, communication_seconds)
+    steps_of_ranks, flows_of_ranks, compute, communication = zip(*gather_objects(own), strict=True)
+    return RanksRun(
+        steps_of_ranks[0],
+        merge_ranks(flows_of_ranks),
+        sum(compute) / num_ranks,
+        sum(communication) / num_ranks,
+    )

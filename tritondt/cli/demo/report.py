@@ -1,4 +1,4 @@
-"""Report of the two runs: the verdict, the tables, summary.json and loss.png."""
+"""Report of the two runs: progress, the verdict, the tables, summary.json and loss.png."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import platform
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import tritondt as T
 from tritondt.cli.demo.experiment import Experiment, RanksRun, Step
-from tritondt.cli.demo.model import Model, parameters
+from tritondt.cli.demo.model import GPT, Model
 from tritondt.cli.demo.traffic import Flow
 from tritondt.cli.launch import num_cores
 from tritondt.cli.surroundings import versions
@@ -27,6 +29,45 @@ from tritondt.redistribution.rows import ROWS_BY_SOURCE
 
 # fp32 sums taken in another order: 60 steps on 4 ranks differ by a few 1e-6 from one process.
 LOSS_TOLERANCE = 1e-4
+_STEPS_PER_LINE = 10
+
+
+class RunProgress:
+    """Context manager to call with every finished step of the run named `title`."""
+
+    def __init__(self, console: Console, title: str, experiment: Experiment) -> None:
+        self._console, self._title, self._experiment = console, title, experiment
+        self._bar = Progress(
+            TextColumn(f"{title:>9}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(title, total=experiment.steps, state="starting")
+
+    def __enter__(self) -> RunProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, step: Step) -> None:
+        tokens_per_s = self._experiment.tokens_per_step / step.seconds
+        state = f"loss {step.loss:.4f}  {tokens_per_s:7,.0f} tokens/s"
+        self._bar.update(self._task, advance=1, state=state)
+        done = step.index + 1
+        shown = done % _STEPS_PER_LINE == 0 or done in (1, self._experiment.steps)
+        if shown and not self._console.is_terminal:
+            self._console.print(f"{self._title:>9}  step {done:3}/{self._experiment.steps}  {state}", highlight=False)
 
 
 @dataclass(frozen=True)
@@ -108,13 +149,15 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
     experiment, on_ranks = comparison.experiment, comparison.on_ranks
     model = experiment.model
     redistributions = [_flow_per_step(flow, experiment.steps) for flow in on_ranks.flows]
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in GPT(model).parameters())
     return {
         "style": comparison.style,
         "parallel": comparison.parallel,
         "ranks": comparison.num_ranks,
         **asdict(model),
         "hidden": model.hidden,
-        "parameters": sum(parameter.numel for parameter in parameters(model)),
+        "parameters": num_parameters,
         "steps": experiment.steps,
         "batch": experiment.batch,
         "seed": experiment.seed,

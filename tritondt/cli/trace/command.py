@@ -13,11 +13,10 @@ import click
 import torch.distributed as dist
 
 from tritondt import environment
-from tritondt.cli.outputs import refuse_unwritable
 from tritondt.cli.ranks import check_started_here
 from tritondt.cli.surroundings import surroundings
 from tritondt.cli.trace.on_rank import collect, trace_on_rank
-from tritondt.cli.trace.picture import check_ending, write_summary
+from tritondt.cli.trace.picture import write_summary
 from tritondt.cli.trace.starting import run_ranks
 from tritondt.debug.tracing.clock import Alignment, Offset, aligned
 from tritondt.debug.tracing.record import RankRecord
@@ -30,49 +29,8 @@ _ROOT = str(Path(__file__).parents[3])
 _RANK = "import sys; sys.path[: sys.path[0] == ''] = [sys.argv.pop(1)]; from tritondt.__main__ import run; run()"
 
 
-def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
-    found = environment.launched()
-    if path is not None and (found is None or found.rank == 0):
-        refuse_unwritable(path)
-    return path
-
-
-def _drawable(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    if path is not None:
-        check_ending(path)
-    return _writable(context, parameter, path)
-
-
-@click.command(context_settings={"ignore_unknown_options": False})
-@click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="Ranks to start.  [default: 2]")
-@click.option(
-    "--out",
-    default="trace.json",
-    show_default=True,
-    type=click.Path(dir_okay=False),
-    callback=_writable,
-    metavar="FILE",
-)
-@click.option(
-    "--summary",
-    type=click.Path(dir_okay=False),
-    callback=_drawable,
-    metavar="FILE",
-    help="Write a page with the summary, too: .png, .svg or .pdf.",
-)
-@click.option("--collected", is_flag=True, hidden=True, help="Whether whoever has started this rank collects.")
-@click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- SCRIPT [ARGS]...")
 def trace(ranks: int | None, out: str, summary: str | None, collected: bool, program: tuple[str, ...]) -> None:
-    """Run a program on ranks, and write what they did when as a timeline, with a summary.
-
-    The file is in the trace-event format: https://ui.perfetto.dev and chrome://tracing read it. Steps end
-    where an optimizer's step() does, or at tritondt.debug.mark_step(). Runs on the processes that torchrun
-    has started, where it has. Ends with the program's status.
-
-    \b
-    python -m tritondt trace --ranks 2 -- train.py --lr 0.1
-    torchrun --nproc-per-node 8 -m tritondt trace -- -m package.train
-    """
+    """Runs a program on ranks, writes their timeline, and ends with the program's status."""
     _check_program(program)
     if summary == out:
         raise click.UsageError(f"--summary and --out both go to {out}")

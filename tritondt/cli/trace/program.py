@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-# What shells give to a program that Ctrl-C has ended.
-INTERRUPTED = 130
+from tritondt.cli.outputs import INTERRUPTED
 
 
 def run_program(program: Sequence[str]) -> tuple[int, str]:

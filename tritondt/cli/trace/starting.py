@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tritondt.cli.launch import num_cores
-from tritondt.cli.trace.program import INTERRUPTED
+from tritondt.cli.outputs import INTERRUPTED
 
 # A failing rank drags others down with it; within this time they have said so, and left their records.
 _FAILURE_GRACE_S = 10.0

@@ -1,4 +1,4 @@
-"""The commands `bench all_reduce`, `bench all_gather`, ...: what they print, write and end with."""
+"""The commands `bench all_reduce`, `bench all_gather` and so on: their output, their files and their status."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import click
 from tritondt.cli import ranks as joined_ranks
 from tritondt.cli.bench import nccl_tests
 from tritondt.cli.bench.collective.documents import as_csv, as_json
-from tritondt.cli.bench.collective.kinds import KINDS, Kind
+from tritondt.cli.bench.collective.kinds import Kind
 from tritondt.cli.bench.collective.on_rank import Devices, Starting, measure_on_rank
-from tritondt.cli.bench.collective.options import Choice, make_request, options, unasked
+from tritondt.cli.bench.collective.options import Choice, make_request
 from tritondt.cli.bench.collective.record import Row, average_bus_bandwidth, num_wrong
 from tritondt.cli.bench.collective.request import Request
 from tritondt.cli.bench.collective.table import Table, reaches
-from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, write_json, write_text
+from tritondt.cli.bench.json_result import is_printed, write_json, write_text
 from tritondt.cli.launch import num_cores
-from tritondt.cli.outputs import columns
+from tritondt.cli.outputs import columns, is_first
 from tritondt.cli.progress import ProgressLine
 from tritondt.cli.surroundings import surroundings
 
@@ -54,43 +54,25 @@ class _Printed:
             click.echo(line, err=self._to_stderr)
 
 
-def _command(kind: Kind) -> click.Command:
-    def run(
-        ranks: int | None,
-        ngpus: int | None,
-        min_bw: float | None,
-        json_to: str | None,
-        csv_to: str | None,
-        **values: Any,
-    ) -> None:
-        if json_to is not None and json_to == csv_to:
-            raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
-        num_ranks = joined_ranks.join(
-            nccl_tests.ranks_asked(ranks, ngpus), max(_FEWEST_RANKS, min(_MOST_RANKS, num_cores()))
-        )
-        request, notes = make_request(kind, num_ranks, Choice(**values))
-        status = _measure(request, notes, min_bw, json_to, csv_to)
-        if status:
-            raise click.exceptions.Exit(status)
-
-    run.__doc__ = f"""Time {kind.name} on several processes, as nccl-tests does.
-
-    Each implementation's result is checked first; then they are timed in turns. Status 1 where an element is
-    wrong, a rank has failed, or the bandwidth is below --min-bw. Runs on the processes that torchrun, MPI or srun has
-    started, where it has.
-
-    \b
-    python -m tritondt bench {kind.name} -b 1M -e 32M -f 2 --impl tritondt,engine,torch
-    """
-    decorators: list[nccl_tests.Decorator] = [
-        *options(kind),
-        json_option,
-        csv_option,
-        nccl_tests.options(*unasked(kind)),
-    ]
-    for decorate in reversed(decorators):
-        run = decorate(run)
-    return click.command(kind.name, epilog=nccl_tests.EPILOG)(run)
+def collective(
+    kind: Kind,
+    ranks: int | None,
+    ngpus: int | None,
+    min_bw: float | None,
+    json_to: str | None,
+    csv_to: str | None,
+    **values: Any,
+) -> None:
+    """Times a collective; ends with status 1 if an element is wrong, a rank fails, or --min-bw is not reached."""
+    if json_to is not None and json_to == csv_to:
+        raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
+    num_ranks = joined_ranks.join(
+        nccl_tests.ranks_asked(ranks, ngpus), max(_FEWEST_RANKS, min(_MOST_RANKS, num_cores()))
+    )
+    request, notes = make_request(kind, num_ranks, Choice(**values))
+    status = _measure(request, notes, min_bw, json_to, csv_to)
+    if status:
+        raise click.exceptions.Exit(status)
 
 
 def _measure(
@@ -102,7 +84,7 @@ def _measure(
         progress.tell(f"starting {request.num_ranks} ranks")
         printed = _Printed(request, notes, is_printed(json_to, csv_to), progress)
         status, errors = joined_ranks.run(request.num_ranks, measure_on_rank, request, printed.take)
-    if joined_ranks.is_first():
+    if is_first():
         _conclude(printed, errors, least_bandwidth)
         write_json(as_json(request, printed.rows, printed.devices, found, least_bandwidth, errors), json_to)
         write_text(as_csv(request, printed.rows, found), csv_to)
@@ -130,17 +112,3 @@ def _has_failed(request: Request, rows: list[Row], least_bandwidth: float | None
     mean = average_bus_bandwidth(rows, request.sides[0], request.average)
     too_slow = least_bandwidth is not None and (mean is None or not reaches(mean, least_bandwidth))
     return num_wrong(rows) > 0 or mean is None or too_slow
-
-
-all_reduce = _command(KINDS["all_reduce"])
-all_gather = _command(KINDS["all_gather"])
-all_gather_v = _command(KINDS["all_gather_v"])
-reduce_scatter = _command(KINDS["reduce_scatter"])
-reduce_scatter_v = _command(KINDS["reduce_scatter_v"])
-all_to_all = _command(KINDS["all_to_all"])
-all_to_all_v = _command(KINDS["all_to_all_v"])
-broadcast = _command(KINDS["broadcast"])
-reduce = _command(KINDS["reduce"])
-gather = _command(KINDS["gather"])
-scatter = _command(KINDS["scatter"])
-sendrecv = _command(KINDS["sendrecv"])

@@ -21,8 +21,8 @@ from tritondt.cli.bench.collective.overlap import Issue, Overlap, overlaps
 from tritondt.cli.bench.collective.record import Parts, Row, Timing
 from tritondt.cli.bench.collective.request import Request, label
 from tritondt.cli.bench.collective.sides import ENGINE, Bind, Call, NotOfferedError, Run, backend_of, load, told_errors
-from tritondt.cli.bench.errors import BenchmarkError
-from tritondt.cli.bench.harness import own_seconds
+from tritondt.cli.bench.harness import own_seconds, synchronized
+from tritondt.cli.user_error import BenchmarkError
 from tritondt.comm.objects import gather_objects
 
 # Implementations that bring a transport of their own; the others are backends of torch.distributed.
@@ -227,7 +227,7 @@ def _check(contestant: _Contestant, correct: torch.Tensor | None, request: Reque
 
     def bind() -> None:
         run = contestant.side.bind(contestant.call)
-        contestant.run = _synchronized(run) if request.device == "cuda" else run
+        contestant.run = synchronized(run) if request.device == "cuda" else run
 
     def check() -> None:
         nonlocal wrong
@@ -274,17 +274,6 @@ def _agreed(contestant: _Contestant, refusals: list[str | None]) -> str | None:
             f"{contestant.call.case}; rank {rank}: {text}"
         )
     return next(iter(refused.values())).splitlines()[0]
-
-
-def _synchronized(run: Run) -> Run:
-    """A run that ends when the device has done what it asked for."""
-
-    def synchronized() -> torch.Tensor | None:
-        result = run()
-        torch.cuda.synchronize()
-        return result
-
-    return synchronized
 
 
 def _time(contestants: list[_Contestant], request: Request) -> list[Timing]:

@@ -1,129 +1,26 @@
-"""nccl-tests' flags as click options, and the request that they make."""
+"""The request that a collective's options make, which are nccl-tests' flags."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import click
 import torch
 
 from tritondt.cli.bench.collective.case import Case, case_of_matrix, make_case
 from tritondt.cli.bench.collective.data import DTYPES, REDOPS
 from tritondt.cli.bench.collective.kinds import Kind
-from tritondt.cli.bench.collective.record import AVERAGES
 from tritondt.cli.bench.collective.request import Request
 from tritondt.cli.bench.collective.sides import ENGINE, refusal
-from tritondt.cli.bench.collective.sizes import DEFAULT_STEP, bytes_text, parse_bytes, sweep
 from tritondt.cli.bench.collective.splits import read_matrix
-from tritondt.cli.bench.errors import BenchmarkError
-from tritondt.cli.bench.nccl_tests import Decorator, Flag
 from tritondt.cli.bench.over_sockets import choose_sockets
+from tritondt.cli.bench.sizes import DEFAULT_STEP, bytes_text, parse_bytes, sweep
+from tritondt.cli.user_error import BenchmarkError
 
 ALL = "all"
 DEFAULT_SIZE = "32M"
-_DEFAULT_SKEW = 0.5
 _TYPES_OF_TORCH = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 _MEMORY = Path("/proc/meminfo")
-
-
-class _Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.2 on
-    """Bytes, as in 32M."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return value if isinstance(value, int) else parse_bytes(value)
-        except BenchmarkError as error:
-            self.fail(str(error), param, ctx)
-
-
-SIZE = _Size()
-
-
-class _Root(click.ParamType):  # type: ignore[type-arg,unused-ignore]
-    """A rank, or all of them in turn."""
-
-    name = "rank|all"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        text = str(value)
-        if text != ALL and not text.isdecimal():
-            self.fail(f"{text!r} is no root; allowed are a rank, as in 0, and {ALL}", param, ctx)
-        return text if text == ALL else int(text)
-
-
-def unasked(kind: Kind) -> tuple[Flag, ...]:
-    """nccl-tests' flags that say nothing of a collective, which its command refuses by name."""
-    found = []
-    if not kind.reduces:
-        found.append(Flag("-o", "--op", (), f"{kind.name} reduces nothing; leave -o out"))
-    if not kind.has_root:
-        found.append(Flag("-r", "--root", (), f"{kind.name} has no root; leave -r out"))
-    return tuple(found)
-
-
-def options(kind: Kind) -> list[Decorator]:
-    """Options of a collective's command; those that say nothing of it (a root, an operation) it does not have."""
-    found: list[Decorator] = [
-        click.option("--ranks", type=click.IntRange(min=2), help="Processes to start.  [default: a core each, 2 to 4]"),
-        click.option("--impl", default="tritondt,torch", show_default=True, help="Implementations, in turns."),
-        click.option("-b", "--minbytes", type=SIZE, help=f"Smallest size.  [default: {DEFAULT_SIZE}]"),
-        click.option("-e", "--maxbytes", type=SIZE, help="Largest size.  [default: that of -b]"),
-        click.option("-f", "--stepfactor", type=float, help="From one size to the next, times this."),
-        click.option("-i", "--stepbytes", type=SIZE, help="From one size to the next, plus this.  [default: 1M]"),
-        click.option("-n", "--iters", type=click.IntRange(1), default=20, show_default=True, help="Timed iterations."),
-        click.option(
-            "-w", "--warmup_iters", type=click.IntRange(0), default=1, show_default=True, help="Untimed ones."
-        ),
-        click.option(
-            "-c", "--check", type=click.IntRange(0), default=1, show_default=True, help="Checked ones; 0: none."
-        ),
-        click.option("-d", "--datatype", default="float", show_default=True, help="Element type, or all."),
-        click.option(
-            *("-a", "--average"),
-            type=click.IntRange(min(AVERAGES), max(AVERAGES)),
-            default=1,
-            show_default=True,
-            help="Time reported: " + ", ".join(f"{number} {text}" for number, text in AVERAGES.items()) + ".",
-        ),
-        click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True),
-        click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of a rank."),
-        click.option(
-            "--breakdown", is_flag=True, help="Time local work and messages alone of the engine's moves, and the peak."
-        ),
-        click.option(
-            "--compute-overlap",
-            type=click.FloatRange(min=0, min_open=True),
-            metavar="MS",
-            help="Time each beside a compute of so many ms, too, and say what overlaps.",
-        ),
-        click.option(
-            "--min-bw",
-            type=click.FloatRange(min=0),
-            envvar="NCCL_TESTS_MIN_BW",
-            show_envvar=True,
-            help="GB/s of mean bus bandwidth of the first implementation; status 1 below 0.9 of it.",
-        ),
-    ]
-    if kind.reduces:
-        found.append(click.option("-o", "--op", default="sum", show_default=True, help="Reduction, or all."))
-    if kind.has_root:
-        found.append(click.option("-r", "--root", type=_Root(), default="0", show_default=True, help="Root, or all."))
-    if kind.has_uneven_parts:
-        found.append(
-            click.option(
-                "--skew",
-                type=click.FloatRange(0, 1),
-                default=_DEFAULT_SKEW,
-                show_default=True,
-                help="Parts are equal with 0, in proportion to 0, 1, 2, ... with 1.",
-            )
-        )
-        found.append(click.option("--matrix", type=click.Path(path_type=Path), help="File of the bytes of each part."))
-    return found
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,6 @@ from tritondt.cli.bench.collective.case import Case
 from tritondt.cli.bench.collective.overlap import Overlap
 from tritondt.cli.bench.harness import Times
 
-# -a of nccl-tests: how the mean times of the ranks become one time.
-AVERAGES = {0: "rank 0", 1: "mean", 2: "least", 3: "most"}
-
 
 @dataclass(frozen=True)
 class Timing:

@@ -14,9 +14,9 @@ from typing import Any
 from tritondt.cli.bench.collective.case import Case, case_of_elements
 from tritondt.cli.bench.collective.data import DTYPES, REDOPS
 from tritondt.cli.bench.collective.kinds import KINDS
-from tritondt.cli.bench.errors import BenchmarkError
-from tritondt.cli.flight.reading import FlightFileError, parse_flight
+from tritondt.cli.flight import FlightFileError, parse_flight
 from tritondt.cli.foreign_files import ForeignFileError, parse, printable, read_text
+from tritondt.cli.user_error import BenchmarkError
 
 _SENTENCE = re.compile(r"(\w+?)(?: \((\w+)\))? of (\d{1,15}(?: \+ \d{1,15})*) (\w+)(?:, root (\d{1,6}))?")
 # Names of torch.distributed: the benchmark's name.

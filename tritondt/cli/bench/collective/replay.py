@@ -22,14 +22,14 @@ from tritondt.cli.bench.collective.options import check_memory, implementations
 from tritondt.cli.bench.collective.recorded import Recording, read_recording
 from tritondt.cli.bench.collective.request import Request, label
 from tritondt.cli.bench.collective.sides import Run, told_errors
-from tritondt.cli.bench.collective.sizes import bytes_text
-from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import own_seconds
-from tritondt.cli.bench.json_result import is_printed, json_option, write_json
+from tritondt.cli.bench.json_result import is_printed, write_json
+from tritondt.cli.bench.sizes import bytes_text
 from tritondt.cli.foreign_files import printable
-from tritondt.cli.outputs import columns, fitted
+from tritondt.cli.outputs import columns, fitted, is_first
 from tritondt.cli.progress import ProgressLine
 from tritondt.cli.surroundings import run_fields, surroundings
+from tritondt.cli.user_error import BenchmarkError
 from tritondt.comm.objects import gather_objects
 
 _MS, _US = 1e3, 1e6
@@ -101,17 +101,6 @@ def _sequence(calls: list[Run], order: list[int], spent: list[float]) -> Callabl
     return run
 
 
-@click.command(epilog=nccl_tests.EPILOG)
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--ranks", type=click.IntRange(min=2), help="Processes to start.  [default: as many as were recorded]")
-@click.option("--impl", default="tritondt,torch", show_default=True, help="Implementations, in turns.")
-@click.option("-n", "--iters", type=click.IntRange(1), default=20, show_default=True, help="Timed iterations.")
-@click.option("-w", "--warmup_iters", type=click.IntRange(1), default=1, show_default=True, help="Untimed ones.")
-@click.option("-c", "--check", type=click.IntRange(0), default=1, show_default=True, help="Checked ones; 0: none.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of a rank.")
-@json_option
-@nccl_tests.options()
 def replay(
     file: Path,
     ranks: int | None,
@@ -124,15 +113,7 @@ def replay(
     json_to: str | None,
     ngpus: int | None,
 ) -> None:
-    """Time the collectives of a recording, with its sizes and in its order.
-
-    FILE is what `trace --out` has written, or a rank-*.json of flight records, of a program on the backend
-    "tritondt". An iteration is all of its collectives, one after the other, without what was computed in between.
-
-    \b
-    python -m tritondt trace --ranks 2 --out step.json -- train.py
-    python -m tritondt bench replay step.json --impl tritondt,torch
-    """
+    """Times the collectives of a recording; ends with status 1 if a result is wrong or a rank fails."""
     asked = nccl_tests.ranks_asked(ranks, ngpus)
     launched = joined_ranks.num_launched()
     found = read_recording(file, asked if launched is None else launched)
@@ -162,7 +143,7 @@ def _measure(
         status, errors = joined_ranks.run(num_ranks, replay_on_rank, request, add)
     timed = [each for each in replayed if each.refusal is None]
     wrong = sum(each.num_wrong or 0 for each in timed)
-    if joined_ranks.is_first():
+    if is_first():
         to_stderr = is_printed(json_to)
         width = columns(to_stderr)
         for line in _lines(request, recording, said, replayed):
@@ -173,7 +154,7 @@ def _measure(
         click.echo(f"Error: {error}", err=True)
     if not errors:
         joined_ranks.leave()
-        if joined_ranks.is_first() and not timed:
+        if is_first() and not timed:
             raise click.ClickException("no implementation can replay this recording")
     return status or int(wrong > 0)
 

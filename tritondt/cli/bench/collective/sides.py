@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tritondt.cli.bench.collective.case import Case
-from tritondt.cli.bench.errors import BenchmarkError
+from tritondt.cli.user_error import BenchmarkError
 
 # What is timed. A tensor that it returns is the result; else the result is in the call's `out`.
 Run = Callable[[], torch.Tensor | None]

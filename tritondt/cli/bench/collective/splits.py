@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tritondt.cli.bench.errors import BenchmarkError
+from tritondt.cli.user_error import BenchmarkError
 
 Matrix = tuple[tuple[int, ...], ...]
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from tritondt.cli.bench import breakdown_report
+from tritondt.cli.bench import AVERAGES, breakdown_report
 from tritondt.cli.bench.bootstrap import ratio_of
 from tritondt.cli.bench.collective.case import Case
 from tritondt.cli.bench.collective.on_rank import Devices
 from tritondt.cli.bench.collective.record import (
-    AVERAGES,
     Row,
     Timing,
     average_bus_bandwidth,
     num_wrong,
 )
 from tritondt.cli.bench.collective.request import Request, label
-from tritondt.cli.bench.collective.sizes import bytes_text
 from tritondt.cli.bench.harness import percentile
+from tritondt.cli.bench.sizes import bytes_text
 
 _PLACES = ("out", "in")
 # nccl-tests' columns; then the same closer together, so that a name fits in 120; a name is two and up to 10 letters.

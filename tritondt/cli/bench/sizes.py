@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 from math import inf
 
-from tritondt.cli.bench.errors import BenchmarkError
+from tritondt.cli.user_error import BenchmarkError
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)

@@ -1,1 +1,0 @@
-"""`doctor flight`: findings from the flight recorders of all ranks."""
