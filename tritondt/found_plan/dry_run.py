@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from tritondt.dtensor.tensor import DTensor
+from tritondt.errors import ParallelizeError
 from tritondt.found_plan.attention_heads import HeadCut, adapt_heads
 from tritondt.found_plan.style_choice import StyleChoice
 from tritondt.parallel import parallelize_module
@@ -112,6 +113,14 @@ def _storage(tensor: torch.Tensor) -> int:
     return local.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
+def counted(run: Callable[[], Any]) -> tuple[Counter[Movement], Any]:
+    """Redistributions of a call that begins on whole layouts or parts, and its result."""
+    counting = _Counting()
+    with counting, torch.no_grad():
+        result = run()
+    return counting.tally.movements, result
+
+
 def dry_run(
     model: nn.Module,
     inputs: tuple[Sequence[Any], dict[str, Any]],
@@ -155,6 +164,8 @@ def _run_step(
     args, kwargs = inputs
     with counting, torch.set_grad_enabled(train):
         results = [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(isinstance(result, DTensor) for result in results):
+            raise ParallelizeError(f"{type(model).__name__} would give distributed tensors in place of whole ones")
         counting.phase = "backward"
         trained = [result for result in results if result.requires_grad]
         if train and trained:

@@ -53,7 +53,7 @@ class _OwnCopies:
             return table
         if device.type != "cpu":
             raise BenchmarkError(
-                "a pack kernel of one's own goes over NCCL, and TRITONDT_SLOTS asks for messages through slots; unset it"
+                "a pack kernel of one's own goes over NCCL, and TRITONDT_SLOTS asks for slots; unset it"
             )
         return HostSlotTable(table, slots)
 
