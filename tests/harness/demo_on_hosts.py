@@ -17,8 +17,7 @@ import torch.distributed as dist
 import tritondt as T
 from tests.harness.pairs_on_hosts import sent_on_wire
 from tests.harness.two_hosts import ADDRESSES
-from tritondt.cli.demo.dtensor_style import DTensorStyle
-from tritondt.cli.demo.experiment import Experiment, ignore
+from tritondt.cli.demo.experiment import DTensorStyle, Experiment, ignore
 from tritondt.cli.demo.model import Model
 from tritondt.comm import world
 from tritondt.comm.communicator import Transfer
