@@ -4,8 +4,10 @@ A communicator is made on first use, by exactly the ranks in it, under a store p
 through new_group, whose counters diverge when only some ranks call it.
 """
 
+import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -41,6 +43,7 @@ from tritondt.identity import Identity
 from tritondt.kernels import memory
 from tritondt.planning import prices
 from tritondt.planning.cost import CostTable
+from tritondt.version import VERSION
 
 # Ranks of a communicator, the type of their devices, and the ranks of a wider one that it is inside of.
 _Key = tuple[tuple[int, ...], str, tuple[int, ...]]
@@ -83,6 +86,7 @@ class ProcessWorld:
             dist.PrefixStore("tritondt", asked), self._store_host, presence.of_group(asked)
         )
         self._watch = Watch(self._store_client, who.rank)
+        self._check_version()
         asked_filter()  # what is not allowed is refused now, on all ranks
         transport_table.check_settings()
         memory.pool.most_bytes = environment.pool_bytes()
@@ -101,6 +105,16 @@ class ProcessWorld:
         self._costs = self._agreed(default_costs(who.size))
         self._closed = False
         logs.world.info("rank %d: world of %d ranks made, timeout %s", who.rank, who.size, self._timeout)
+
+    def _check_version(self) -> None:
+        """WorldError where the rank that came first has another version: its plans and messages may be others."""
+        own = json.dumps((self.identity.rank, VERSION))
+        first, theirs = json.loads(self._store.compare_set("version", "", own))
+        if theirs != VERSION:
+            raise WorldError(
+                f"rank {self.identity.rank} on {socket.gethostname()} runs tritondt {VERSION}, and rank {first} runs "
+                f"{theirs}; all ranks must plan alike: install one version on all hosts"
+            )
 
     def _agreed(self, own: dict[str, CostTable]) -> dict[str, CostTable]:
         """Cost tables of the rank that came first: all ranks read the same, and none waits for one that never comes."""

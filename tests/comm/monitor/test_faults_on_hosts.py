@@ -23,7 +23,6 @@ IN_TIME_S = 60
         pytest.param("asynchronous", 1500, "", marks=pytest.mark.soak),
         pytest.param("list", 576, "", marks=pytest.mark.soak),
         pytest.param("list", 1500, "sockets", marks=pytest.mark.soak),
-        pytest.param("redistribution", 1500, "gloo", marks=pytest.mark.soak),
     ],
 )
 def test_faults(tmp_path: Path, operation: str, mtu: int, transport: str) -> None:
