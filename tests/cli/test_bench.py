@@ -20,8 +20,7 @@ from tritondt.cli.bench.harness import Times
 from tritondt.cli.bench.inputs import DTYPES, source_part, target_part
 from tritondt.cli.bench.measure import Counts, Measured
 from tritondt.cli.bench.minimum import fewest_elements
-from tritondt.cli.bench.report import line, print_report
-from tritondt.cli.bench.summary import summarise
+from tritondt.cli.bench.report import line, print_report, summarise
 from tritondt.cli.main import main
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.sharding.layout import Layout

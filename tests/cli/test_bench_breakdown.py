@@ -10,11 +10,8 @@ import torch
 from click.testing import CliRunner
 
 import tritondt as T
-from tritondt.cli.bench import breakdown_report
-from tritondt.cli.bench.breakdown import PEAK_MESSAGE_BYTES, Breakdown, parts_of, peak_runs
-from tritondt.cli.bench.cases import Case, parse_pairs
+from tritondt.cli.bench.breakdown import CSV_COLUMNS, PEAK_MESSAGE_BYTES, Breakdown, parts_of, peak_runs
 from tritondt.cli.bench.harness import Times
-from tritondt.cli.bench.measure import Counts, Measured
 from tritondt.cli.main import main
 from tritondt.comm import world
 from tritondt.comm.communicator import Traffic
@@ -90,19 +87,15 @@ def test_the_peak_is_of_messages_among_all_ranks():
     ("local", "messages", "whole", "share"), [(2, 4, 6, 0.0), (2, 4, 4, 1.0), (2, 4, 7, 0.0), (0, 4, 4, None)]
 )
 def test_the_share_that_is_hidden(local, messages, whole, share):
-    found = Breakdown(Times((local,)), Times((messages,)), 1.0)
-    assert found.hidden_share(Times((whole,))) == share
+    found = Breakdown(Times((local,)), Times((messages,)), Times((whole,)), 1.0, 1)
+    assert found.hidden_share == share
 
 
 def test_the_row_of_a_case():
-    (pair,) = parse_pairs("S0->R")
-    parts = Breakdown(Times((1e-3,)), Times((2e-3,)), 4e6)
-    counts = (Counts(6000, 4000, 1, 1),) * 2
-    found = Measured(Case((50, 40), (2,), pair), 4, Times((2.5e-3,)), {}, counts, 0, None, None, breakdown=parts)
-    assert breakdown_report.cells(found) == [found.case.pair_text, "2.500", "1.000", "2.000", "50%", "60", "0.00"]
-    assert breakdown_report.as_fields(found)["share_of_peak"] == pytest.approx(0.6)
-    assert set(breakdown_report.as_columns(found)) == set(breakdown_report.CSV_COLUMNS)
-    assert breakdown_report.as_columns(replace(found, breakdown=None)) == {}
+    parts = Breakdown(Times((1e-3,)), Times((2e-3,)), Times((2.5e-3,)), 4e6, 6000)
+    assert parts.cells() == ["2.500", "1.000", "2.000", "50%", "60", "0.00"]
+    assert parts.fields()["share_of_peak"] == pytest.approx(0.6)
+    assert set(parts.columns()) == set(CSV_COLUMNS)
 
 
 def test_a_transport_of_one_call_is_not_broken_down(monkeypatch):

@@ -17,8 +17,7 @@ from tritondt.cli.bench.collective.case import make_case
 from tritondt.cli.bench.collective.documents import COLUMNS
 from tritondt.cli.bench.collective.kinds import KINDS
 from tritondt.cli.bench.collective.on_rank import Device, Devices, Starting, measure_on_rank
-from tritondt.cli.bench.collective.record import Row
-from tritondt.cli.bench.collective.request import Request
+from tritondt.cli.bench.collective.record import Request, Row
 from tritondt.cli.bench.collective.table import Table
 from tritondt.cli.launch import RankFailedError, run_on_ranks
 from tritondt.cli.main import bench, main
@@ -228,9 +227,7 @@ def test_the_engines_moves_are_broken_down_in_table_json_and_csv(replayed, measu
     ended = replayed([*ALL_REDUCE, "--impl", "engine,torch", "--breakdown", "--json", "--csv", str(path)])
     assert ended.exit_code == 0, ended.output
     ours, theirs = json.loads(ended.stdout)["results"]
-    assert ours["breakdown"]["share_of_peak"] == rows[0].parts.breakdown.share_of_peak(
-        rows[0].parts.busiest_bytes, rows[0].parts.whole
-    )
+    assert ours["breakdown"]["share_of_peak"] == rows[0].parts.share_of_peak
     assert len(ours["breakdown"]["local_seconds"]) == len(ours["breakdown"]["messages_seconds"]) == 6
     assert "breakdown" not in theirs
     assert "# messages alone; the share of the shorter" in ended.stderr

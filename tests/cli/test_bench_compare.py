@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from tritondt.cli.bench import compare as compare_module
-from tritondt.cli.bench.bootstrap import ratio_of
+from tritondt.cli.bench.harness import ratio_of
 from tritondt.cli.main import main
 
 

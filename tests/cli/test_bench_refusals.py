@@ -19,10 +19,10 @@ from tests.harness.ports import free_port
 from tritondt.cli import ranks as joined_ranks
 from tritondt.cli.bench import nccl_tests
 from tritondt.cli.bench.collective.case import make_case
+from tritondt.cli.bench.collective.command import Choice, make_request
 from tritondt.cli.bench.collective.kinds import KINDS
 from tritondt.cli.bench.collective.on_rank import measure_on_rank
-from tritondt.cli.bench.collective.options import Choice, make_request
-from tritondt.cli.bench.collective.request import Request
+from tritondt.cli.bench.collective.record import Request
 from tritondt.cli.bench.collective.sides import NAMES
 from tritondt.cli.launch import RankFailedError, run_on_ranks
 from tritondt.cli.main import main

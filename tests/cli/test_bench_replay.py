@@ -10,7 +10,7 @@ from tests.cli import corrupted
 from tests.cli.flight.recorded import as_file, done, flight
 from tests.cli.test_trace import run_trace
 from tritondt.cli import ranks as joined_ranks
-from tritondt.cli.bench.collective.recorded import read_recording
+from tritondt.cli.bench.collective.replay import read_recording
 from tritondt.cli.main import main
 
 SENTENCES = (

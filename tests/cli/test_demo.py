@@ -18,11 +18,21 @@ from rich.console import Console
 import tritondt as T
 from benchmarks.parallel.split_gpt import make_split_gpt
 from tritondt.cli.demo import command, data, model
-from tritondt.cli.demo.experiment import STYLES, DTensorStyle, Experiment, LocalStyle, RanksRun, Step, train
+from tritondt.cli.demo.experiment import (
+    STYLES,
+    DTensorStyle,
+    Experiment,
+    Flow,
+    Kind,
+    LocalStyle,
+    RanksRun,
+    Step,
+    merge_ranks,
+    train,
+)
 from tritondt.cli.demo.laid_out import cut_of
 from tritondt.cli.demo.model import GPT, make_gpt, make_plan
 from tritondt.cli.demo.report import Comparison, RunProgress, shares, summarise
-from tritondt.cli.demo.traffic import Flow, Kind, merge_ranks
 from tritondt.cli.main import main
 from tritondt.parallel import ParallelStyle
 

@@ -13,8 +13,7 @@ from click.testing import CliRunner
 
 from tritondt.cli.main import main
 from tritondt.cli.trace import starting
-from tritondt.cli.trace.on_rank import collect, trace_on_rank
-from tritondt.cli.trace.program import run_program
+from tritondt.cli.trace.on_rank import collect, run_program, trace_on_rank
 from tritondt.debug.tracing.record import RankRecord
 
 PROGRAM = """

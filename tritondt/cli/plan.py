@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tritondt.cli.outputs import ProgressLine
 from tritondt.cli.plan_picture import LINK_HEADER, link_rows, spread_rows, write_html, write_png
-from tritondt.cli.progress import ProgressLine
 from tritondt.comm.transports.table import chosen, named, transports
 from tritondt.errors import LayoutError
 from tritondt.planning.between_hosts import Hosts

@@ -5,16 +5,20 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Iterable
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import torch
+from torch import nn
 
-from tritondt.cli.progress import ProgressLine
+from tritondt.cli.html_page import page, table
+from tritondt.cli.outputs import ProgressLine
 from tritondt.errors import ParallelizeError
-
-if TYPE_CHECKING:
-    from torch import nn
+from tritondt.found_plan import FoundMesh, FoundPlan, find_mesh, find_plan
+from tritondt.found_plan.step_cost import closing_lines, part_rows, traffic_rows
 
 
 def plan_model(
@@ -42,21 +46,17 @@ def plan_model(
         progress.tell("making the model")
         model, inputs = _of_factory(factory) if factory is not None else _of_config(config, batch, sequence, dtype)
         progress.tell("recording the model, and trying its parts")
-        found_plan = importlib.import_module("tritondt.found_plan")
-        options = {
-            "memory_bytes": memory,
-            "objective": objective,
-            "optimizer": optimizer,
-            "device_type": device,
-        }
+        found: FoundPlan | FoundMesh
+        options: dict[str, Any] = {"memory_bytes": memory, "objective": objective, "optimizer": optimizer}
+        options["device_type"] = device
         if mesh is not None:
-            found = found_plan.find_plan(model, mesh, inputs, ranks_per_host=ranks_per_host, **options)
+            found = find_plan(model, mesh, inputs, ranks_per_host=ranks_per_host, **options)
         else:
             assert ranks is not None, "one of both was given"
             hosts = -(-ranks // ranks_per_host)
-            found = found_plan.find_mesh(model, ranks, inputs, hosts=hosts, **options)
+            found = find_mesh(model, ranks, inputs, hosts=hosts, **options)
     if html is not None:
-        importlib.import_module("tritondt.cli.plan_model_page").write_page(Path(html), found)
+        write_page(Path(html), found)
     click.echo(found.to_json() if as_json else str(found))
 
 
@@ -73,7 +73,6 @@ def _of_factory(name: str) -> tuple[nn.Module, Any]:
         raise click.BadParameter(f"{name!r} was not found: {error}") from error
     if not callable(made):
         raise click.BadParameter(f"{name!r} is a {type(made).__name__}; allowed is a function without arguments")
-    torch = importlib.import_module("torch")
     with torch.device("meta"):
         found = made()
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], torch.nn.Module)):
@@ -87,7 +86,6 @@ def _of_config(path: Path | None, batch: int, sequence: int, dtype: str) -> tupl
         transformers = importlib.import_module("transformers")
     except ModuleNotFoundError as error:
         raise click.UsageError("--config needs transformers: pip install transformers") from error
-    torch = importlib.import_module("torch")
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -115,3 +113,28 @@ def _of_config(path: Path | None, batch: int, sequence: int, dtype: str) -> tupl
     if getattr(configuration, "use_cache", False):
         inputs["use_cache"] = False
     return model.to(getattr(torch, dtype)), inputs
+
+
+def write_page(path: Path, found: FoundPlan | FoundMesh) -> None:
+    """Writes a page that asks no network."""
+    if isinstance(found, FoundPlan):
+        path.write_text(page(f"a step of rank {found.rank} of {found.mesh}", _of_plan(found)), encoding="utf-8")
+        return
+    head, *rows = found.rows()
+    body = [table(head, rows), *_paragraphs(f"{mesh}: {why}" for mesh, why in found.refused)]
+    body += [f"<h2>{escape(str(found.best.mesh))}</h2>", *_of_plan(found.best)]
+    path.write_text(page(f"least {found.objective} of a rank", body), encoding="utf-8")
+
+
+def _of_plan(plan: FoundPlan) -> list[str]:
+    body = [f"<pre>{escape(plan.code)}</pre>"]
+    if plan.parts:
+        head, *rows = part_rows(plan.parts)
+        body.append(table(head, rows))
+    head, *rows = traffic_rows(plan.step)
+    closing = closing_lines(plan.step, plan.notes, is_exact=plan.is_exact)
+    return [*body, "<h3>whole step</h3>", table(head, rows), *_paragraphs(closing)]
+
+
+def _paragraphs(lines: Iterable[str]) -> list[str]:
+    return [f"<p>{escape(line)}</p>" for line in lines]

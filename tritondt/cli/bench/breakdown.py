@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import tritondt as T
-from tritondt.cli.bench.harness import Run, Times, time_interleaved
+from tritondt.cli.bench.harness import Run, Times, ms_text, time_interleaved
 from tritondt.comm import world
 from tritondt.comm.communicator import Communicator, Transfer
 from tritondt.comm.packing.packed_transfer import PackedTransfer, packed_transfer
@@ -29,33 +30,78 @@ from tritondt.sharding.intervals import Region
 PEAK_MESSAGE_BYTES = (256 << 10, 1 << 20, 8 << 20)
 
 
+# Of a table of parts: above it, and its columns behind the first, and those of CSV.
+TITLE = (
+    "parts in ms, by fastest rounds: all; pack, keep, unpack, reduce alone (local);\n"
+    "messages alone; the share of the shorter of these that runs beside the other\n"
+    "(hidden); busbw in % of the peak, which is messages among all ranks, GB/s"
+)
+HEADER = ("all", "local", "messages", "hidden", "% of peak", "peak")
+CSV_COLUMNS = ("local_us", "messages_us", "hidden_share", "share_of_peak", "peak_gbps")
+
+
 @dataclass(frozen=True)
 class Breakdown:
-    """Times of the parts of a case, from the rounds of the whole, and the peak rate in bytes a second of a rank."""
+    """Times of the parts of a case and of the whole in the same rounds.
+
+    `peak_bytes_per_s` is the peak rate of a rank, `busiest_bytes` are those of the rank that sends or receives most.
+    """
 
     local: Times
     messages: Times
+    whole: Times
     peak_bytes_per_s: float
+    busiest_bytes: int
 
-    def hidden_share(self, whole: Times) -> float | None:
+    @property
+    def hidden_share(self) -> float | None:
         """Share of the shorter part that runs while the other does; None where one of them is nothing.
 
-        >>> Breakdown(Times((2.0,)), Times((4.0,)), 1.0).hidden_share(Times((5.0,)))
+        >>> Breakdown(Times((2.0,)), Times((4.0,)), Times((5.0,)), 1.0, 1).hidden_share
         0.5
         """
         shorter = min(self.local.fastest, self.messages.fastest)
         if not shorter:
             return None
-        hidden = self.local.fastest + self.messages.fastest - whole.fastest
+        hidden = self.local.fastest + self.messages.fastest - self.whole.fastest
         return min(max(hidden / shorter, 0.0), 1.0)
 
-    def share_of_peak(self, busiest_bytes: int, whole: Times) -> float:
+    @property
+    def share_of_peak(self) -> float:
         """Rate of the rank that sends or receives most, in units of the peak's.
 
-        >>> Breakdown(Times((2.0,)), Times((4.0,)), 8.0).share_of_peak(20, Times((5.0,)))
+        >>> Breakdown(Times((2.0,)), Times((4.0,)), Times((5.0,)), 8.0, 20).share_of_peak
         0.5
         """
-        return busiest_bytes / whole.fastest / self.peak_bytes_per_s
+        return self.busiest_bytes / self.whole.fastest / self.peak_bytes_per_s
+
+    def cells(self) -> list[str]:
+        """Cells of a row, by HEADER."""
+        hidden = self.hidden_share
+        return [
+            *(ms_text(times.fastest) for times in (self.whole, self.local, self.messages)),
+            "-" if hidden is None else f"{100 * hidden:.0f}%",
+            f"{100 * self.share_of_peak:.0f}",
+            f"{self.peak_bytes_per_s / 1e9:.2f}",
+        ]
+
+    def fields(self) -> dict[str, Any]:
+        """Fields in JSON."""
+        return {
+            "local_seconds": self.local.seconds,
+            "local_fastest_s": self.local.fastest,
+            "messages_seconds": self.messages.seconds,
+            "messages_fastest_s": self.messages.fastest,
+            "hidden_share": self.hidden_share,
+            "share_of_peak": self.share_of_peak,
+            "peak_gb_per_s": self.peak_bytes_per_s / 1e9,
+        }
+
+    def columns(self) -> dict[str, Any]:
+        """Columns in CSV."""
+        microseconds = (self.local.fastest * 1e6, self.messages.fastest * 1e6)
+        shares = (self.hidden_share, self.share_of_peak, self.peak_bytes_per_s / 1e9)
+        return dict(zip(CSV_COLUMNS, (*microseconds, *shares), strict=True))
 
 
 def parts_of(local: torch.Tensor, source: T.DTensorSpec, target: T.DTensorSpec) -> tuple[Run, Run]:

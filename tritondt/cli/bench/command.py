@@ -27,8 +27,7 @@ from tritondt.cli.bench.measure import OF_TORCH, SHARED_MEMORY, TRITONDT, Measur
 from tritondt.cli.bench.over_sockets import choose_sockets
 from tritondt.cli.bench.report import line, print_report
 from tritondt.cli.bench.sizes import sweep
-from tritondt.cli.outputs import is_first
-from tritondt.cli.progress import ProgressLine
+from tritondt.cli.outputs import ProgressLine, is_first
 from tritondt.cli.surroundings import surroundings
 from tritondt.cli.user_error import BenchmarkError
 from tritondt.sharding.placement import OPS_OF_KIND

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from tritondt.cli.bench.bootstrap import Ratio, ratio_of
+from tritondt.cli.bench.harness import Ratio, ratio_of
 from tritondt.cli.bench.json_result import is_printed, write_json
 from tritondt.cli.foreign_files import ForeignFileError, parse, printable, read_text
 from tritondt.cli.outputs import columns, fitted

@@ -5,15 +5,45 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tritondt.cli.bench import breakdown_report
+from tritondt.cli.bench.breakdown import CSV_COLUMNS
 from tritondt.cli.bench.harness import Times, percentile
 from tritondt.cli.bench.measure import TORCH, TRITONDT, Measured, Request
-from tritondt.cli.bench.report import bus_gb_per_s, gb_per_s
-from tritondt.cli.bench.summary import summarise, summary_fields
+from tritondt.cli.bench.report import bus_gb_per_s, gb_per_s, summarise, summary_fields
 from tritondt.cli.surroundings import run_fields, surroundings
+
+
+def per_iteration(seconds: Sequence[float]) -> dict[str, Any]:
+    """Figures of an iteration's times, by nccl-tests' names."""
+    in_us = [each * 1e6 for each in seconds]
+    mean, deviation = statistics.fmean(in_us), statistics.pstdev(in_us)
+    return {
+        "skipped_iterations": 0,
+        "min_us": min(in_us),
+        "max_us": max(in_us),
+        "avg_us": mean,
+        **{f"p{percent}_us": percentile(in_us, percent) for percent in (50, 95, 99)},
+        "stdev_us": deviation,
+        "cv_pct": deviation / mean * 100,
+    }
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], around: Mapping[str, Any]) -> str:
+    """A header and a line for each row, which has the date, machine and versions in `around` as well."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    common = {
+        "date": around["date"],
+        "processor": around["machine"]["processor"],
+        "tritondt": around["versions"]["tritondt"],
+        "torch": around["versions"]["torch"],
+    }
+    writer.writerows({**row, **common} for row in rows)
+    return text.getvalue()
+
 
 # nccl-tests' names.
 _TYPES = {"float32": "float", "float64": "double", "float16": "half"}
@@ -88,7 +118,8 @@ def _case(item: Measured) -> dict[str, Any]:
         fields |= {f"{TORCH}_{key}": value for key, value in _times(item.others[TORCH]).items()}
     for ratio in list(item.ratios.values())[:1]:
         fields |= {"ratio_median": ratio.median, "ratio_fastest": ratio.fastest}
-    fields |= breakdown_report.as_fields(item)
+    if item.breakdown is not None:
+        fields |= item.breakdown.fields()
     if item.loopback is not None:
         fields["loopback_calls"] = item.loopback.num_calls
         fields["loopback_bytes"] = item.loopback.sent_bytes
@@ -129,16 +160,7 @@ def _result(request: Request, item: Measured, name: str, times: Times) -> dict[s
             "bus_bw": item.busiest_bytes / mean / 1e9,
             "nwrong": 0 if item.is_checked else None,
         },
-        "out_of_place_per_iter": {
-            "skipped_iterations": 0,
-            "min_us": min(in_us),
-            "max_us": max(in_us),
-            "avg_us": mean * 1e6,
-            **{f"p{percent}_us": percentile(in_us, percent) for percent in (50, 95, 99)},
-            "stdev_us": statistics.pstdev(in_us),
-            "cv_pct": statistics.pstdev(in_us) / (mean * 1e6) * 100,
-            "times_us": in_us,
-        },
+        "out_of_place_per_iter": {**per_iteration(times.seconds), "times_us": in_us},
         "in_place": None,
         "in_place_per_iter": None,
         "actual_iterations": len(times.seconds),
@@ -149,20 +171,17 @@ def _result(request: Request, item: Measured, name: str, times: Times) -> dict[s
 _CSV_COLUMNS = (
     *("collective", "implementation", "shape", "mesh", "source", "target", "type", "ranks", "rounds", "median_us"),
     *("fastest_us", "p95_us", "p99_us", "algbw_gbps", "busbw_gbps", "sent_bytes", "minimum_bytes", "date"),
-    *("processor", "tritondt", "torch", *breakdown_report.CSV_COLUMNS),
+    *("processor", "tritondt", "torch", *CSV_COLUMNS),
 )
 
 
 def as_csv(request: Request, num_ranks: int, found: Sequence[Measured]) -> str:
     """A header, and one line for each case and implementation."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, _CSV_COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    around = surroundings()
+    rows = []
     for item in found:
         for side, times in _sides(item).items():
             is_ours = side == TRITONDT
-            writer.writerow(
+            rows.append(
                 {
                     "collective": "redistribute",
                     "implementation": side,
@@ -181,11 +200,7 @@ def as_csv(request: Request, num_ranks: int, found: Sequence[Measured]) -> str:
                     "busbw_gbps": bus_gb_per_s(item, times.median) if is_ours else "",
                     "sent_bytes": item.sent_bytes if is_ours else "",
                     "minimum_bytes": item.minimum_bytes,
-                    "date": around["date"],
-                    "processor": around["machine"]["processor"],
-                    "tritondt": around["versions"]["tritondt"],
-                    "torch": around["versions"]["torch"],
-                    **(breakdown_report.as_columns(item) if is_ours else {}),
+                    **(item.breakdown.columns() if is_ours and item.breakdown is not None else {}),
                 }
             )
-    return text.getvalue()
+    return csv_text(_CSV_COLUMNS, rows, surroundings())

@@ -18,7 +18,7 @@ import tritondt as T
 from tritondt.cli.bench import SLOWEST_RANK, WARM_UP_ROUNDS, own_pack
 from tritondt.cli.bench.breakdown import Breakdown, measured_peak, parts_of
 from tritondt.cli.bench.cases import Case
-from tritondt.cli.bench.collective import shared_memory
+from tritondt.cli.bench.collective import engine
 from tritondt.cli.bench.collective.sides import NotOfferedError, told_errors
 from tritondt.cli.bench.harness import Run, Times, synchronized, time_interleaved
 from tritondt.cli.bench.inputs import DTYPES, source_part, target_part
@@ -180,6 +180,7 @@ def _measure(case: Case, mesh: DeviceMesh | T.Mesh, request: Request, peak_bytes
     if request.loopback and moves and case.numel * dtype.itemsize >= _LOOPBACK_BYTES:
         loopback = count_loopback(ours)
     parts = parts_of(local, source, target) if peak_bytes_per_s is not None and moves else ()
+    busiest_bytes = max(max(found.sent_bytes, found.received_bytes) for found in counts)
     timed = [*runs.values(), *parts]
     times = time_interleaved(timed, request.rounds, request.case_s, request.warm_up_rounds, request.average)
     return Measured(
@@ -192,7 +193,9 @@ def _measure(case: Case, mesh: DeviceMesh | T.Mesh, request: Request, peak_bytes
         received_over_limit=_received_over_limit(case, counts, dtype.itemsize),
         loopback=loopback,
         is_checked=request.num_checks > 0,
-        breakdown=None if not parts or peak_bytes_per_s is None else Breakdown(times[-2], times[-1], peak_bytes_per_s),
+        breakdown=None
+        if not parts or peak_bytes_per_s is None
+        else Breakdown(times[-2], times[-1], times[0], peak_bytes_per_s, busiest_bytes),
     )
 
 
@@ -207,7 +210,7 @@ def _bind(
     if name != SHARED_MEMORY:
         return own_pack.bind(name, local, source, target)
     try:
-        return shared_memory.redistribution(local, source, target)
+        return engine.redistribution(local, source, target)
     except NotOfferedError as refusal:
         raise BenchmarkError(f"{SHARED_MEMORY} cannot be timed: {refusal}") from refusal
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import tritondt as T
+from tritondt.cli.bench.collective.engine import run_of
 from tritondt.cli.bench.collective.sides import imported
 from tritondt.cli.user_error import BenchmarkError
 from tritondt.comm.packing.packed_transfer import packed_transfer
@@ -23,7 +24,6 @@ from tritondt.kernels.signals import HostSlotTable, SlotTensors
 from tritondt.kernels.tables import CppMaker, Table, TritonMaker, table_makers
 from tritondt.redistribution.compile import compile_plan
 from tritondt.redistribution.compiled_step import CompiledStep
-from tritondt.redistribution.run import run_step
 
 # What runs boxes: it is given the address of each source's first element, and of each target's.
 Copy = Callable[[Sequence[int], Sequence[int]], object]
@@ -76,15 +76,8 @@ def bind(name: str, local: torch.Tensor, source: T.DTensorSpec, target: T.DTenso
     device_type = local.device.type
     maker = _OnGpu(make) if device_type == "cuda" else _OnCpu(make)
     plan = compile_plan(source, target, local.stride(), local.device, None)
-
-    def run() -> torch.Tensor:
-        current = whole = local
-        for step in steps:
-            current, whole = run_step(step, current, whole)
-        return current
-
     with table_makers.replaced(device_type, maker):
-        steps = [_with_own_tables(step) for step in plan.steps]
+        run = run_of([_with_own_tables(step) for step in plan.steps], local)
         run()  # a communicator makes the tables of a transfer when it is first given one
     return run
 

@@ -18,9 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import tritondt as T
-from tritondt.cli.demo.experiment import Experiment, RanksRun, Step
+from tritondt.cli.demo.experiment import Experiment, Flow, RanksRun, Step
 from tritondt.cli.demo.model import GPT, Model
-from tritondt.cli.demo.traffic import Flow
 from tritondt.cli.launch import num_cores
 from tritondt.cli.surroundings import versions
 from tritondt.parallel.context.sequence_cut import SequenceCut

@@ -7,8 +7,9 @@ users write them. All-gather is so for "tritondt" on the CPU too. NCCL takes une
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,93 +30,66 @@ _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce
 
 def bind(call: Call) -> Run:
     """The function that runs a call on its group."""
-    return _BINDS[call.case.kind.name](call)
+    name, parts = call.case.kind.name, call.case.parts()
+    if name == "sendrecv":
+        return _sendrecv(call)
+    if len(set(parts)) > 1 and name == "all_gather_v" and call.x.device.type == "cpu":
+        return _padded_all_gather(call, parts)
+    if len(set(parts)) > 1 and name == "reduce_scatter_v" and dist.get_backend(call.group) == "gloo":
+        return _padded_reduce_scatter(call, parts)
+    run, copies = _operation(call)
+
+    def run_on_copy() -> None:
+        call.out.copy_(call.x)
+        run()
+
+    return run_on_copy if copies else lambda: run() and None
 
 
 def issue(call: Call) -> Callable[[], object]:
     """Starts a call out of place, and returns what waits for it; NotOfferedError for one with uneven parts."""
-    if call.case.kind.name not in _ISSUES:
+    if call.case.kind.name not in _ISSUED:
         raise NotOfferedError(f"{call.case.kind.name} is not issued by itself here")
-    return cast("Callable[[], object]", _ISSUES[call.case.kind.name](call).wait)
+    run, copies = _operation(call)
+    if copies:
+        call.out.copy_(call.x)
+    wait: Callable[[], object] = run(async_op=True).wait
+    return wait
 
 
-# Calls of which torch.distributed makes one operation.
-_ISSUES: dict[str, Callable[[Call], Any]] = {
-    "all_reduce": lambda call: dist.all_reduce(call.out.copy_(call.x), _OPS[call.case.redop], call.group, True),
-    "all_gather": lambda call: _all_gather_single(call.out, call.x, call.group, async_op=True),
-    "reduce_scatter": lambda call: _reduce_scatter_single(
-        call.out, call.x, _OPS[call.case.redop], call.group, async_op=True
-    ),
-    "all_to_all": lambda call: dist.all_to_all_single(call.out, call.x, group=call.group, async_op=True),
-    "broadcast": lambda call: dist.broadcast(
-        call.out.copy_(call.x) if call.rank == call.case.root else call.out,
-        group=call.group,
-        group_src=call.case.root,
-        async_op=True,
-    ),
-    "reduce": lambda call: dist.reduce(
-        call.out.copy_(call.x),
-        op=_OPS[call.case.redop],
-        group=call.group,
-        group_dst=call.case.root,
-        async_op=True,
-    ),
-}
+# Calls of even parts of which torch.distributed makes one operation.
+_ISSUED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
 
 
-def _copied_first(call: Call, run_in_place: Callable[[torch.Tensor], object]) -> Run:
-    x, out = call.x, call.out
+def _operation(call: Call) -> tuple[Callable[..., Any], bool]:
+    """The function of torch.distributed that makes a call, bound to all but async_op.
 
-    def run() -> None:
-        run_in_place(out.copy_(x))
+    It works in place on a copy of the input where the second value says so.
+    """
+    case, x, out, group = call.case, call.x, call.out, call.group
+    op, root, is_root, name = _OPS.get(case.redop), case.root, call.rank == case.root, case.kind.name
+    buffer = x if call.in_place else out
 
-    def run_where_it_is() -> None:
-        run_in_place(x)
+    def pieces(whole: torch.Tensor, is_needed: bool = True) -> list[torch.Tensor] | None:
+        return list(whole.split(case.parts())) if is_needed else None
 
-    return run_where_it_is if call.in_place else run
-
-
-def _all_reduce(call: Call) -> Run:
-    op, group = _OPS[call.case.redop], call.group
-    return _copied_first(call, lambda buffer: dist.all_reduce(buffer, op, group))
-
-
-def _reduce(call: Call) -> Run:
-    op, group, root = _OPS[call.case.redop], call.group, call.case.root
-    return _copied_first(call, lambda buffer: dist.reduce(buffer, op=op, group=group, group_dst=root))
-
-
-def _broadcast(call: Call) -> Run:
-    group, root, x, out = call.group, call.case.root, call.x, call.out
-    if call.in_place or call.rank != root:
-        return lambda: dist.broadcast(out, group=group, group_src=root) and None
-    return lambda: dist.broadcast(out.copy_(x), group=group, group_src=root) and None
-
-
-def _all_gather(call: Call) -> Run:
-    return lambda: _all_gather_single(call.out, call.x, call.group) and None
-
-
-def _reduce_scatter(call: Call) -> Run:
-    op = _OPS[call.case.redop]
-    return lambda: _reduce_scatter_single(call.out, call.x, op, call.group) and None
-
-
-def _all_to_all(call: Call) -> Run:
-    return lambda: dist.all_to_all_single(call.out, call.x, group=call.group) and None
-
-
-def _all_to_all_v(call: Call) -> Run:
-    sends, receives = list(call.case.sends(call.rank)), list(call.case.receives(call.rank))
-    return lambda: dist.all_to_all_single(call.out, call.x, receives, sends, call.group) and None
-
-
-def _all_gather_v(call: Call) -> Run:
-    parts = call.case.parts()
-    if call.x.device.type == "cpu" and len(set(parts)) > 1:
-        return _padded_all_gather(call, parts)
-    outs = list(call.out.split(parts))
-    return lambda: dist.all_gather(outs, call.x, call.group) and None
+    operations: Mapping[str, Callable[[], Callable[..., Any]]] = {
+        "all_reduce": lambda: partial(dist.all_reduce, buffer, op, group),
+        "reduce": lambda: partial(dist.reduce, buffer, op=op, group=group, group_dst=root),
+        "broadcast": lambda: partial(dist.broadcast, out, group=group, group_src=root),
+        "all_gather": lambda: partial(_all_gather_single, out, x, group),
+        "all_gather_v": lambda: partial(dist.all_gather, pieces(out), x, group),
+        "reduce_scatter": lambda: partial(_reduce_scatter_single, out, x, op, group),
+        "reduce_scatter_v": lambda: partial(dist.reduce_scatter, out, pieces(x), op, group),
+        "all_to_all": lambda: partial(dist.all_to_all_single, out, x, group=group),
+        "all_to_all_v": lambda: partial(
+            dist.all_to_all_single, out, x, list(case.receives(call.rank)), list(case.sends(call.rank)), group
+        ),
+        "gather": lambda: partial(dist.gather, x, pieces(out, is_root), group=group, group_dst=root),
+        "scatter": lambda: partial(dist.scatter, out, pieces(x, is_root), group=group, group_src=root),
+    }
+    copies = name in ("all_reduce", "reduce") or (name == "broadcast" and is_root)
+    return operations[name](), copies and not call.in_place
 
 
 def _padded_all_gather(call: Call, parts: Sequence[int]) -> Run:
@@ -128,14 +102,6 @@ def _padded_all_gather(call: Call, parts: Sequence[int]) -> Run:
         torch.cat([piece[:part] for piece, part in zip(gathered.split(longest), parts, strict=True)], out=call.out)
 
     return run
-
-
-def _reduce_scatter_v(call: Call) -> Run:
-    parts, op = call.case.parts(), _OPS[call.case.redop]
-    if dist.get_backend(call.group) == "gloo" and len(set(parts)) > 1:
-        return _padded_reduce_scatter(call, parts)
-    pieces = list(call.x.split(parts))
-    return lambda: dist.reduce_scatter(call.out, pieces, op, call.group) and None
 
 
 def _padded_reduce_scatter(call: Call, parts: Sequence[int]) -> Run:
@@ -153,18 +119,6 @@ def _padded_reduce_scatter(call: Call, parts: Sequence[int]) -> Run:
     return run
 
 
-def _gather(call: Call) -> Run:
-    root, group, x = call.case.root, call.group, call.x
-    outs = list(call.out.split(call.case.parts())) if call.rank == root else None
-    return lambda: dist.gather(x, outs, group=group, group_dst=root) and None
-
-
-def _scatter(call: Call) -> Run:
-    root, group, out = call.case.root, call.group, call.out
-    pieces = list(call.x.split(call.case.parts())) if call.rank == root else None
-    return lambda: dist.scatter(out, pieces, group=group, group_src=root) and None
-
-
 def _sendrecv(call: Call) -> Run:
     num_ranks, group = call.case.num_ranks, call.group
     after, before = (call.rank + 1) % num_ranks, (call.rank - 1) % num_ranks
@@ -176,19 +130,3 @@ def _sendrecv(call: Call) -> Run:
             work.wait()
 
     return run
-
-
-_BINDS: dict[str, Callable[[Call], Run]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "all_gather_v": _all_gather_v,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_v": _reduce_scatter_v,
-    "all_to_all": _all_to_all,
-    "all_to_all_v": _all_to_all_v,
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "gather": _gather,
-    "scatter": _scatter,
-    "sendrecv": _sendrecv,
-}

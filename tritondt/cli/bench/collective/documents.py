@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from tritondt.cli.bench import breakdown_report
+from tritondt.cli.bench.breakdown import CSV_COLUMNS
 from tritondt.cli.bench.collective.on_rank import Devices
 from tritondt.cli.bench.collective.overlap import Overlap
-from tritondt.cli.bench.collective.record import Row, Timing, average_bus_bandwidth, num_wrong
-from tritondt.cli.bench.collective.request import Request
+from tritondt.cli.bench.collective.record import Request, Row, Timing, average_bus_bandwidth, num_wrong
 from tritondt.cli.bench.collective.table import comparisons, reaches
-from tritondt.cli.bench.harness import percentile
+from tritondt.cli.bench.documents import csv_text, per_iteration
 from tritondt.cli.surroundings import run_fields
 
 _US = 1e6
@@ -115,18 +111,13 @@ def _result(row: Row, request: Request) -> dict[str, Any]:
     if row.overlap is not None:
         found["overlap"] = _overlap(row.overlap)
     if row.parts is not None:
-        found["breakdown"] = _breakdown(row)
+        found["breakdown"] = row.parts.fields()
     return found
 
 
 def _overlap(found: Overlap) -> dict[str, float]:
     times = {"alone_us": found.alone_s * _US, "compute_us": found.compute_s * _US, "both_us": found.both_s * _US}
     return {**times, "share": found.share}
-
-
-def _breakdown(row: Row) -> dict[str, Any]:
-    parts = row.parts
-    return {} if parts is None else breakdown_report.fields_of(parts.breakdown, parts.whole, parts.busiest_bytes)
 
 
 def _timing(row: Row, timing: Timing, request: Request) -> dict[str, Any]:
@@ -136,17 +127,10 @@ def _timing(row: Row, timing: Timing, request: Request) -> dict[str, Any]:
 
 
 def _per_iteration(timing: Timing) -> dict[str, Any]:
-    slowest = [seconds * _US for seconds in timing.slowest_s]
     return {
-        "skipped_iterations": 0,
-        "min_us": min(slowest),
-        "max_us": max(slowest),
-        "avg_us": statistics.fmean(slowest),
-        **{f"p{percent}_us": percentile(slowest, percent) for percent in (50, 95, 99)},
-        "stdev_us": statistics.pstdev(slowest),
-        "cv_pct": timing.variation * 100,
+        **per_iteration(timing.slowest_s),
         "rank_spread_pct": timing.rank_spread * 100,
-        "times_us": [round(value, _NUM_DIGITS) for value in slowest],
+        "times_us": [round(seconds * _US, _NUM_DIGITS) for seconds in timing.slowest_s],
         "per_process_max_times_us": [
             [round(seconds * _US, _NUM_DIGITS) for seconds in of_rank] for of_rank in timing.seconds
         ],
@@ -156,24 +140,21 @@ def _per_iteration(timing: Timing) -> dict[str, Any]:
 COLUMNS = (
     *("collective", "implementation", "place", "size", "count", "type", "redop", "root", "ranks", "time_us"),
     *("algbw_gbps", "busbw_gbps", "nwrong", "iterations", "min_us", "p50_us", "p95_us", "p99_us", "max_us", "cv_pct"),
-    *("rank_spread_pct", "date", "processor", "tritondt", "torch", *breakdown_report.CSV_COLUMNS),
+    *("rank_spread_pct", "date", "processor", "tritondt", "torch", *CSV_COLUMNS),
 )
 
 
 def as_csv(request: Request, rows: Sequence[Row], surroundings: dict[str, Any]) -> str:
     """A header and one line for each implementation, place, size, type and reduction that was measured."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
-    machine, versions = surroundings["machine"], surroundings["versions"]
+    lines = []
     for row in rows:
         for place, timing in row.timings.items():
             figures = _timing(row, timing, request)
-            writer.writerow(
+            lines.append(
                 {
                     **_per_iteration(timing),
                     **_result(row, request),
-                    **(breakdown_report.columns_of(_breakdown(row)) if place == "out" else {}),
+                    **(row.parts.columns() if place == "out" and row.parts is not None else {}),
                     "collective": request.collective,
                     "place": place,
                     "ranks": request.num_ranks,
@@ -182,10 +163,6 @@ def as_csv(request: Request, rows: Sequence[Row], surroundings: dict[str, Any]) 
                     "busbw_gbps": figures["bus_bw"],
                     "nwrong": "" if timing.num_wrong is None else timing.num_wrong,
                     "iterations": len(timing.slowest_s),
-                    "date": surroundings["date"],
-                    "processor": machine["processor"],
-                    "tritondt": versions["tritondt"],
-                    "torch": versions["torch"],
                 }
             )
-    return text.getvalue()
+    return csv_text(COLUMNS, lines, surroundings)

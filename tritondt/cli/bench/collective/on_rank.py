@@ -13,20 +13,19 @@ import torch
 import torch.distributed as dist
 
 from tritondt import environment
-from tritondt.cli.bench.breakdown import measured_peak
-from tritondt.cli.bench.collective import backends, engine, shared_memory
+from tritondt.cli.bench.breakdown import Breakdown, measured_peak
+from tritondt.cli.bench.collective import backends, engine
 from tritondt.cli.bench.collective.case import Case
 from tritondt.cli.bench.collective.data import DTYPES, expected, given, num_wrong
 from tritondt.cli.bench.collective.overlap import Issue, Overlap, overlaps
-from tritondt.cli.bench.collective.record import Parts, Row, Timing
-from tritondt.cli.bench.collective.request import Request, label
+from tritondt.cli.bench.collective.record import Request, Row, Timing, label
 from tritondt.cli.bench.collective.sides import ENGINE, Bind, Call, NotOfferedError, Run, backend_of, load, told_errors
 from tritondt.cli.bench.harness import own_seconds, synchronized
 from tritondt.cli.user_error import BenchmarkError
 from tritondt.comm.objects import gather_objects
 
 # Implementations that bring a transport of their own; the others are backends of torch.distributed.
-_BINDS: dict[str, Bind] = {ENGINE: engine.bind, "shared-memory": shared_memory.bind}
+_BINDS: dict[str, Bind] = {ENGINE: engine.bind, "shared-memory": engine.bind_shared_memory}
 # Not among the elements that are moved, so that one that nobody wrote is found.
 _POISON = 99
 
@@ -150,7 +149,7 @@ def _measure(case: Case, sides: list[_Side], request: Request, peak_bytes_per_s:
     x = given(case, rank, request.device)
     correct = expected(case, rank, request.device) if request.check else None
     found: dict[str, dict[bool, _Contestant | Timing]] = {side.name: {} for side in sides}
-    parts: dict[str, Parts | None] = {}
+    parts: dict[str, Breakdown | None] = {}
     beside: dict[str, Overlap] = {}
     for in_place in (False, True) if case.kind.has_in_place else (False,):
         call_of, reset = _buffers(case, rank, x, in_place, request.device)

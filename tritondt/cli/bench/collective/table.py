@@ -5,18 +5,19 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from tritondt.cli.bench import AVERAGES, breakdown_report
-from tritondt.cli.bench.bootstrap import ratio_of
+from tritondt.cli.bench import AVERAGES
+from tritondt.cli.bench.breakdown import HEADER, TITLE
 from tritondt.cli.bench.collective.case import Case
 from tritondt.cli.bench.collective.on_rank import Devices
 from tritondt.cli.bench.collective.record import (
+    Request,
     Row,
     Timing,
     average_bus_bandwidth,
+    label,
     num_wrong,
 )
-from tritondt.cli.bench.collective.request import Request, label
-from tritondt.cli.bench.harness import percentile
+from tritondt.cli.bench.harness import percentile, ratio_of
 from tritondt.cli.bench.sizes import bytes_text
 
 _PLACES = ("out", "in")
@@ -161,12 +162,10 @@ class Table:
         if not found:
             return []
         form = "#{:>11}" + "{:>10}" * 6
-        lines = ["#", *(f"# {line}" for line in breakdown_report.TITLE.splitlines())]
-        lines.append(form.format("size", *breakdown_report.HEADER[1:]))
+        lines = ["#", *(f"# {line}" for line in TITLE.splitlines()), form.format("size", *HEADER)]
         for said, row in self._told_apart(found):
             assert row.parts is not None, f"{row.case} has parts"
-            figures = breakdown_report.figures(row.parts.breakdown, row.parts.whole, row.parts.busiest_bytes)
-            lines += [*said, form.format(row.case.size, *figures)]
+            lines += [*said, form.format(row.case.size, *row.parts.cells())]
         return lines
 
     def overlaps(self, rows: Sequence[Row]) -> list[str]:
