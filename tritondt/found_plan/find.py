@@ -164,7 +164,7 @@ class _Finder:
                 f"nothing is cut over {self.axes.tensor}, whose ranks all compute the same: each of the {len(parts)} "
                 f"cuts that run would take more {self.wanted.objective}"
             )
-        if self.wanted.memory_bytes is not None and step.memory.total > self.wanted.memory_bytes:
+        if self.wanted.memory_bytes is not None and step.memory.most > self.wanted.memory_bytes:
             raise ParallelizeError(self._lacks_text(step))
         costs = tuple(_part_cost(part) for part in parts if part.candidate in chosen.candidates)
         return FoundPlan(self.axes, laid_out, rank, step, costs, tuple(notes), is_exact)
@@ -330,7 +330,7 @@ class _Finder:
         )
 
     def _lacks_text(self, step: StepCost) -> str:
-        bound, total = self.wanted.memory_bytes, step.memory.total
+        bound, total = self.wanted.memory_bytes, step.memory.most
         assert bound is not None, "a bound was given"
         held = step.memory
         return (
