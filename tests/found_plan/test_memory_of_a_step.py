@@ -10,8 +10,7 @@ from torch import nn
 
 import tritondt as T
 from tests.found_plan.models import Llama, seeded, tokens_of
-from tritondt.cli.demo.gpt import GPT
-from tritondt.cli.demo.model import Model
+from tritondt.cli.demo.model import GPT, Model
 from tritondt.cli.launch import run_on_ranks
 from tritondt.found_plan import FoundPlan, find_plan
 from tritondt.planning.cost import CostTable
@@ -91,7 +90,7 @@ def compare(*makes: Callable[[], nn.Module]) -> None:
             jobs.append((make, plan.to_json(), plan.step.memory.most))
     counted, *_ = run_on_ranks(RANKS, count_on_rank, [job[:2] for job in jobs], on_message=print)
     assert isinstance(counted, list)
-    for (make, _, predicted), found in zip(jobs, counted, strict=True):
+    for (_make, _, predicted), found in zip(jobs, counted, strict=True):
         check(predicted, found)
 
 
