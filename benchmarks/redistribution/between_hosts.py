@@ -1,6 +1,7 @@
 """Redistributions between hosts that are namespaces, against torch.distributed.tensor on Gloo, in turns on one link.
 
 python -m benchmarks.redistribution.between_hosts [--hosts N] [--ranks-per-host N] [--rounds N] [--json [FILE]]
+    [--shaping "tbf rate 1gbit burst 256kb latency 50ms"]
 
 Bytes are those of the link's counters; times are medians over the rounds of the slowest rank in each.
 """
@@ -103,8 +104,9 @@ def run_host() -> None:
 @click.option("--hosts", default=2, show_default=True)
 @click.option("--ranks-per-host", default=4, show_default=True)
 @click.option("--rounds", default=15, show_default=True)
+@click.option("--shaping", default="", help="What tc does to each end of the link, such as tbf for a rate.")
 @json_option
-def main(hosts: int, ranks_per_host: int, rounds: int, json_to: str | None) -> None:
+def main(hosts: int, ranks_per_host: int, rounds: int, shaping: str, json_to: str | None) -> None:
     """Redistributions between hosts against torch on Gloo: bytes on the link, and times."""
     count = hosts * ranks_per_host
     pairs = [((count,), *texts) for texts in ONE_AXIS] + [((hosts, ranks_per_host), *texts) for texts in TWO_AXES]
@@ -115,6 +117,7 @@ def main(hosts: int, ranks_per_host: int, rounds: int, json_to: str | None) -> N
             [sys.executable, "-m", __spec__.name, "--on-host"],
             names=["one", "two", "three", "four"][:hosts],
             environment={"ASKED": json.dumps(asked), "GLOO_SOCKET_IFNAME": "wire"},
+            shaping=shaping,
             timeout_s=580,
         )
     lines = [json.loads(line) for output in outputs for line in output.splitlines() if line.startswith('{"rank"')]
@@ -144,7 +147,10 @@ def main(hosts: int, ranks_per_host: int, rounds: int, json_to: str | None) -> N
     }
     click.echo(json.dumps(ratios))
     if json_to is not None:
-        write_json({"asked": {**asked, "shape": SHAPE}, "cases": cases, **ratios, **surroundings()}, json_to)
+        write_json(
+            {"asked": {**asked, "shape": SHAPE, "shaping": shaping}, "cases": cases, **ratios, **surroundings()},
+            json_to,
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import tritondt as T
 from tests.harness.pairs_on_hosts import sent_on_wire
 from tests.harness.two_hosts import ADDRESSES
-from tests.process_group import random_collectives
+from tests.process_group import collectives, random_collectives
 
 
 def random(seed: int) -> str:
@@ -36,6 +36,23 @@ def random(seed: int) -> str:
     assert gathered == [{"rank": place} for place in range(size)]
     dist.barrier()
     return type(dist.group.WORLD._router._cpu_group._levels.whole).__name__  # type: ignore[attr-defined]
+
+
+def as_on_gloo(how: int) -> list[str]:
+    """Names of every call that torch has, on all ranks and on some of both hosts; results are Gloo's, bit for bit."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    across = [0, size // 2, size - 1]
+    for ranks in (list(range(size)), across):
+        own: Any = dist.new_group(ranks)
+        over_gloo: Any = dist.new_group(ranks, backend="gloo")
+        for name, case in collectives.CASES.items() if rank in ranks else ():
+            place = ranks.index(rank)
+            found, expected = (case(group, place, len(ranks)) for group in (own, over_gloo))
+            try:
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            except AssertionError as error:
+                raise AssertionError(f"{name} on rank {rank} of {ranks}") from error
+    return list(collectives.CASES)
 
 
 def same_bits(how: int) -> str:
@@ -128,6 +145,7 @@ def on_wire(how: int) -> dict[str, int]:
 
 BODIES: dict[str, Callable[[int], Any]] = {
     "random": random,
+    "as_on_gloo": as_on_gloo,
     "same_bits": same_bits,
     "refused": refused,
     "disagree": disagree,

@@ -45,6 +45,12 @@ def test_random_collectives_over_sockets_inside_hosts_and_compared(tmp_path: Pat
     assert len(run(tmp_path, "random", 1, (2, 2), **{name: value})) == 4
 
 
+def test_every_call_has_the_results_of_gloo(tmp_path: Path) -> None:
+    found = run(tmp_path, "as_on_gloo", 0, (2, 3), GLOO_SOCKET_IFNAME="wire")
+    assert len(found) == 5
+    assert all("messages_in_a_batch" in names and "reduce_scatter_coalesced" in names for names in found.values())
+
+
 @pytest.mark.parametrize("counts", [(2, 2), (1, 2, 3)])
 def test_all_ranks_have_the_same_bits(tmp_path: Path, counts: tuple[int, ...]) -> None:
     found = run(tmp_path, "same_bits", 0, counts)
