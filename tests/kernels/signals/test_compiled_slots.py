@@ -8,13 +8,22 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.kernels.compiled import compile_kernel
 from tests.kernels.signals.one_peer import Peers
-from tritondt.kernels.gpu.copy_boxes import DeviceCopyTable, copies, slot_copies
+from tritondt.kernels.gpu.copy_boxes import DeviceCopyTable, slot_copies
 from tritondt.kernels.gpu.reduce_slots import reductions
 from tritondt.kernels.gpu.signals import num_lanes
 from tritondt.kernels.gpu.specialization import ALL_TILES, COPY_RUNS, DIMS, SHORT_ROWS, WIDE_RUNS
+from tritondt.kernels.gpu.tuning import choose
 
 FEW = DIMS[0]
-ARCHITECTURES = [90, *(pytest.param(number, marks=pytest.mark.extended) for number in (80, 100, 120))]
+OTHERS = (80, 100, 120)
+
+
+def marked(mark, *cases):
+    """Parameters of cases that another tier than the core has: a kernel takes the compiler seconds."""
+    return [pytest.param(*case, marks=mark) for case in cases]
+
+
+EXTENDED, SOAK = pytest.mark.extended, pytest.mark.soak
 
 
 def ordered(scope, order):
@@ -40,8 +49,15 @@ def slots_of(kernel, *, num_warps=4, by_store=False):
     return kernel.with_signals(100, num_lanes(7, num_warps), by_store=by_store)
 
 
-@pytest.mark.parametrize("by_store", [False, True])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "by_store"),
+    [
+        (90, False),
+        (90, True),
+        *marked(EXTENDED, *((number, False) for number in OTHERS)),
+        *marked(SOAK, *((number, True) for number in OTHERS)),
+    ],
+)
 def test_orders_and_scopes(architecture, by_store):
     compiled = compile_kernel(slots_of(slot_copies(), by_store=by_store), WIDE_RUNS, FEW, architecture)
     ptx = compiled.ptx
@@ -58,14 +74,18 @@ def test_orders_and_scopes(architecture, by_store):
     assert any(count < barrier < publish for barrier in barriers)
     assert len(places(r"\b(?:atom|red|fence|membar)\.", ptx)) == (1 if by_store else 3)
     assert compiled.spilled_bytes == 0
-    plain = compile_kernel(copies(), WIDE_RUNS, FEW, architecture)
-    assert (compiled.wide_loads, compiled.wide_stores) == (plain.wide_loads, plain.wide_stores)
+    choice = choose("default", "copy", 16, FEW)
+    assert compiled.wide_loads == compiled.wide_stores == choice.block // (32 * choice.num_warps)
 
 
 @pytest.mark.parametrize(
-    "modes", [pytest.param(each, marks=pytest.mark.extended) for each in (SHORT_ROWS, COPY_RUNS, ALL_TILES)]
+    ("modes", "architecture"),
+    [
+        *marked(EXTENDED, *((modes, number) for modes in (COPY_RUNS, ALL_TILES) for number in (90, 120))),
+        *marked(SOAK, *((modes, number) for modes in (COPY_RUNS, ALL_TILES) for number in (80, 100))),
+        *marked(SOAK, *((SHORT_ROWS, number) for number in (90, *OTHERS))),
+    ],
 )
-@pytest.mark.parametrize("architecture", [80, 90, 100, 120])
 def test_no_copy_of_slots_spills(architecture, modes):
     compiled = compile_kernel(slots_of(slot_copies()), modes, FEW, architecture)
     assert compiled.spilled_bytes == 0
@@ -73,10 +93,13 @@ def test_no_copy_of_slots_spills(architecture, modes):
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    ["float32", *(pytest.param(each, marks=pytest.mark.extended) for each in ("bfloat16", "int8", "complex128"))],
+    ("architecture", "dtype"),
+    [
+        (90, "float32"),
+        *marked(EXTENDED, *((number, "bfloat16") for number in (90, *OTHERS))),
+        *marked(SOAK, *((number, dtype) for number in (90, *OTHERS) for dtype in ("int8", "complex128"))),
+    ],
 )
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_sum_of_slots_spills(architecture, dtype):
     kernel = slots_of(reductions(dtype, "sum", is_of_slots=True), num_warps=8)
     compiled = compile_kernel(kernel, kernel.modes[0], FEW, architecture)
