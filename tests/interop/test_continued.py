@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.testing import assert_close
 
+from tritondt.cli.demo import PARALLEL
 from tritondt.cli.demo.experiment import DTensorStyle, Experiment, Learner, ignore
-from tritondt.cli.demo.laid_out import PARALLEL
 from tritondt.cli.demo.model import Model
 from tritondt.cli.launch import run_on_ranks
 
