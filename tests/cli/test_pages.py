@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -230,3 +231,14 @@ def test_a_browser_opens_the_report_without_a_word(folder):
     held, console = opened(folder / "report.html", folder)
     assert console == []
     assert held.count("</svg>") == 6
+
+
+def test_what_ran_beside_a_compute_has_a_chart(tmp_path):
+    found: Any = collective()
+    found["results"][0]["overlap"] = {"alone_us": 100.0, "compute_us": 300.0, "both_us": 320.0, "share": 0.8}
+    (tmp_path / "a.json").write_text(json.dumps(found))
+    assert [point.beside for point in points_of(found) if point.beside is not None] == [0.8]
+    assert CliRunner().invoke(main, ["bench", "report", str(tmp_path)]).exit_code == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Time beside a compute / both in turn, by medians; below 1 they overlap" in page
+    assert page.count("<svg") == 4

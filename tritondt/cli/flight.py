@@ -375,36 +375,18 @@ def tell(findings: Findings) -> Iterator[str]:
 
 def fields_of(findings: Findings) -> dict[str, Any]:
     """Findings as plain values, for programs."""
-    divergence = findings.divergence
+    found = asdict(findings)
+    divergence = found["divergence"]
+    for each in [*found["behind"], *([divergence] if divergence else [])]:
+        each["communicator"], each["sequence"] = each.pop("exchange")
+    if divergence:
+        divergence["sides"] = [{"ranks": list(ranks), "entry": entry} for ranks, entry in divergence["sides"]]
     return {
         "verdict": verdict(findings),
         "ok": findings.is_clean,
-        "world_size": findings.world_size,
-        "num_entries": findings.num_entries,
-        "missing": list(findings.missing),
-        "divergence": None
-        if divergence is None
-        else {
-            "communicator": divergence.exchange[0],
-            "sequence": divergence.exchange[1],
-            "sides": [{"ranks": list(ranks), "entry": asdict(entry)} for ranks, entry in divergence.sides],
-        },
-        "behind": [
-            {
-                "rank": found.rank,
-                "communicator": found.exchange[0],
-                "sequence": found.exchange[1],
-                "waiting": list(found.waiting),
-                "last": None if found.last is None else asdict(found.last),
-            }
-            for found in findings.behind
-        ],
-        "failures": [{"rank": found.rank, "entry": asdict(found.entry)} for found in findings.failures],
+        **found,
         "cycles": [[wait.rank for wait in circle] for circle in findings.cycles],
-        "waits": [
-            {"rank": wait.rank, "peer": wait.peer, "seconds": wait.seconds, "entry": asdict(wait.entry)}
-            for wait in findings.waits
-        ],
+        "waits": [{**asdict(wait), "peer": wait.peer} for wait in findings.waits],
     }
 
 

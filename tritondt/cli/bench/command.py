@@ -22,7 +22,7 @@ from tritondt.cli.bench.cases import (
 from tritondt.cli.bench.collective.sides import NAMES, imported, refusal
 from tritondt.cli.bench.documents import as_csv, as_json
 from tritondt.cli.bench.inputs import DTYPES
-from tritondt.cli.bench.json_result import is_printed, write_json, write_text
+from tritondt.cli.bench.json_result import is_printed, refuse_one_place, write_json, write_text
 from tritondt.cli.bench.measure import OF_TORCH, SHARED_MEMORY, TRITONDT, Measured, Request, measure_on_rank
 from tritondt.cli.bench.over_sockets import choose_sockets
 from tritondt.cli.bench.report import line, print_report
@@ -91,8 +91,7 @@ def _check(
     (impl, against), (json_to, csv_to) = sides, files
     if parts["--loopback"] and not loopback_counter.is_readable():
         raise click.UsageError("--loopback reads a counter of Linux, which this system does not have")
-    if json_to is not None and json_to == csv_to:
-        raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
+    refuse_one_place(json_to, csv_to)
     if device == "cuda" and not torch.cuda.is_available():
         raise BenchmarkError(f"--device cuda was asked for; torch {torch.__version__} sees no CUDA device")
     for flag, is_asked in parts.items():

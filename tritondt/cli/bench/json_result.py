@@ -48,6 +48,12 @@ csv_option = click.option(
 )
 
 
+def refuse_one_place(json_to: str | None, csv_to: str | None) -> None:
+    """UsageError where both go to one file, or to stdout."""
+    if json_to is not None and json_to == csv_to:
+        raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
+
+
 def is_printed(*paths: str | None) -> bool:
     """Whether stdout is where one of these goes."""
     return _STDOUT in paths

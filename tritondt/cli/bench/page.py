@@ -34,7 +34,8 @@ _UNITS = (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
 class Point:
     """One case of one implementation; `group` is all that tells cases apart but for the size, which is in bytes.
 
-    `num_wrong` is None where nothing was checked.
+    `num_wrong` is None where nothing was checked. `beside` is the time of the call and a compute at once over that of
+    both in turn, None where that was not measured.
     """
 
     group: str
@@ -43,6 +44,7 @@ class Point:
     seconds: tuple[float, ...]
     bus_gb_per_s: float
     num_wrong: int | None
+    beside: float | None = None
 
     @property
     def is_right(self) -> bool:
@@ -73,6 +75,7 @@ def _of_collectives(found: Mapping[str, Any]) -> Iterator[Point]:
         for place in _PLACES:
             if result[place] is not None:
                 times = tuple(microseconds / 1e6 for microseconds in result[f"{place}_per_iter"]["times_us"])
+                overlap = result.get("overlap") if place == "out_of_place" else None
                 yield Point(
                     " ".join([*words, place.replace("_", " ")]),
                     result["implementation"],
@@ -80,6 +83,7 @@ def _of_collectives(found: Mapping[str, Any]) -> Iterator[Point]:
                     times,
                     result[place]["bus_bw"],
                     result[place]["nwrong"],
+                    overlap and overlap["both_us"] / (overlap["alone_us"] + overlap["compute_us"]),
                 )
 
 
@@ -133,6 +137,9 @@ def _headed_charts(groups: Groups, styles: Styles) -> Iterator[tuple[str, list[s
         reference = _REFERENCE if _REFERENCE in styles else next(iter(styles))
         heading = f"Time / {reference}'s, by medians; below 1 is faster"
         yield heading, [_ratios(group, own, styles, reference) for group, own in right.items()]
+    if any(point.beside is not None for own in right.values() for point in own):
+        heading = "Time beside a compute / both in turn, by medians; below 1 they overlap"
+        yield heading, [_beside(group, own, styles) for group, own in right.items()]
     cases = _with_histograms(right)
     said = f"Times of iterations, each as long as its slowest rank, where there are {_FEWEST_ITERATIONS} and more"
     yield said, [_histogram(group, size, right[group], styles) for group, size in cases]
@@ -164,6 +171,11 @@ def _ratios(group: str, points: Sequence[Point], styles: Styles, reference: str)
     both = [point for point in points if point.size in theirs]
     series = _lines(both, others, lambda p: median(p.seconds) / theirs[p.size])
     return line_chart(group, "ratio", series, size_text, reference=1.0)
+
+
+def _beside(group: str, points: Sequence[Point], styles: Styles) -> str:
+    measured = [point for point in points if point.beside is not None]
+    return line_chart(group, "ratio", _lines(measured, styles, lambda p: p.beside or 0.0), size_text, reference=1.0)
 
 
 def _with_histograms(groups: Groups) -> list[tuple[str, int]]:

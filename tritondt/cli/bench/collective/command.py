@@ -19,7 +19,7 @@ from tritondt.cli.bench.collective.on_rank import Devices, Starting, measure_on_
 from tritondt.cli.bench.collective.record import Request, Row, average_bus_bandwidth, num_wrong
 from tritondt.cli.bench.collective.sides import ENGINE, refusal
 from tritondt.cli.bench.collective.table import Table, reaches
-from tritondt.cli.bench.json_result import is_printed, write_json, write_text
+from tritondt.cli.bench.json_result import is_printed, refuse_one_place, write_json, write_text
 from tritondt.cli.bench.over_sockets import choose_sockets
 from tritondt.cli.bench.sizes import DEFAULT_STEP, bytes_text, parse_bytes, sweep
 from tritondt.cli.launch import num_cores
@@ -241,8 +241,7 @@ def collective(
     **values: Any,
 ) -> None:
     """Times a collective; ends with status 1 if an element is wrong, a rank fails, or --min-bw is not reached."""
-    if json_to is not None and json_to == csv_to:
-        raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
+    refuse_one_place(json_to, csv_to)
     num_ranks = joined_ranks.join(
         nccl_tests.ranks_asked(ranks, ngpus), max(_FEWEST_RANKS, min(_MOST_RANKS, num_cores()))
     )
