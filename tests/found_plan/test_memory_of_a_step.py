@@ -90,7 +90,7 @@ def compare(*makes: Callable[[], nn.Module]) -> None:
             jobs.append((make, plan.to_json(), plan.step.memory.most))
     counted, *_ = run_on_ranks(RANKS, count_on_rank, [job[:2] for job in jobs], on_message=print)
     assert isinstance(counted, list)
-    for (_make, _, predicted), found in zip(jobs, counted, strict=True):
+    for (_, _, predicted), found in zip(jobs, counted, strict=True):
         check(predicted, found)
 
 

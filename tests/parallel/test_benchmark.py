@@ -53,6 +53,22 @@ def test_sizes_must_divide():
 
 
 @pytest.mark.extended
+def test_found_plans_and_plans_by_hand_have_equal_losses():
+    from benchmarks.parallel.found_plans import found_plans, kendall  # noqa: PLC0415  imports the extra `cli`
+
+    sizes = ("--ranks", "4", "--heads", "3", "--layers", "2", "--width", "12", "--seq", "6", "--batch", "4")
+    result = CliRunner().invoke(found_plans, [*sizes, "--rounds", "2", "--seconds", "0", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    names = [plan["name"] for plan in found["plans"]]
+    assert names[0] == "found"
+    assert {"Megatron", "Megatron, sequences cut", "fully_shard of blocks", "DistributedDataParallel"} < set(names)
+    assert found["loss_max_abs_diff"] <= 1e-4
+    assert found["plans"][0]["predicted_s"] <= 1.001 * min(plan["predicted_s"] for plan in found["plans"][:-1])
+    assert kendall([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(2 / 3)
+
+
+@pytest.mark.extended
 def test_fully_sharded_over_tensor_parallel_trains_as_torch_does():
     from benchmarks.parallel.fully_sharded import fully_sharded  # noqa: PLC0415  imports the extra `cli`
 

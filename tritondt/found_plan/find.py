@@ -62,7 +62,9 @@ def find_plan(
     """The plan that lays `model` over `mesh` best, with the bytes, messages, FLOPs, time and memory of a step.
 
     `mesh` is one of the running world, whose prices count then, or sizes by name, for which no world is needed: then
-    `costs`, or the built-in prices of `device_type`, count, with `ranks_per_host` consecutive ranks on each host.
+    `costs`, or the built-in prices of `device_type`, count, with `ranks_per_host` consecutive ranks on each host; a
+    table of `costs` has a number of ranks on each host of its own. Over a world all ranks give the same `costs`, or
+    none: others lead to other plans, whose ranks would wait for each other.
     `axes` has the names of the axes of two roles, "tensor" (default: tp) and "data" (dp): the first cuts modules by the
     styles of parallelize_module, the second shards parameters by fully_shard. `example_inputs` are those of one rank of
     the data axis: a tensor, a tuple of positional arguments or a mapping of named ones; their values do not count. The
@@ -147,9 +149,10 @@ class _Finder:
             recording = self._record()
             parts, notes, whole = self._parts(recording)
             chosen, is_exact = self._chosen(parts, whole)
-        sharded = () if self.axes.data is None else self._sharded(recording)
+        # Each block by itself, or the whole model at once: more memory, and one gather for both passes.
+        groups: set[tuple[str, ...]] = {(), *([] if self.axes.data is None else [self._sharded(recording)])}
         try:
-            laid_out, step = self._predicted(chosen, recording, sharded, rank)
+            laid_out, step = self._predicted(chosen, recording, groups, rank)
         except FAILURES as error:
             streams = [each for each in chosen.candidates if each.ends is not None]
             if not streams:
@@ -158,7 +161,7 @@ class _Finder:
             notes.append(f"sequences stay whole: {type(error).__name__}: {error}")
             parts = [part for part in parts if part.candidate.ends is None]
             chosen, is_exact = self._chosen(parts, whole)
-            laid_out, step = self._predicted(chosen, recording, sharded, rank)
+            laid_out, step = self._predicted(chosen, recording, groups, rank)
         if self.axes.tensor is not None and not chosen.candidates:
             notes.append(
                 f"nothing is cut over {self.axes.tensor}, whose ranks all compute the same: each of the {len(parts)} "
@@ -170,11 +173,23 @@ class _Finder:
         return FoundPlan(self.axes, laid_out, rank, step, costs, tuple(notes), is_exact)
 
     def _predicted(
-        self, chosen: Chosen, recording: Recording, sharded: tuple[str, ...], rank: int
+        self, chosen: Chosen, recording: Recording, groups: set[tuple[str, ...]], rank: int
     ) -> tuple[LaidOut, StepCost]:
-        laid_out = LaidOut(*self._laid_out(chosen, recording), sharded)
-        args = (self.model, self.inputs, self.axes, laid_out, self.prices)
-        step = predicted_step(*args, rank, train=self.wanted.train, optimizer_tensors=self.wanted.optimizer_tensors)
+        """The best of the layouts whose modules are sharded by some patterns, and its step."""
+        styles, found = self._laid_out(chosen, recording), []
+        options: Any = {"train": self.wanted.train, "optimizer_tensors": self.wanted.optimizer_tensors}
+        for sharded in sorted(groups, reverse=True):
+            laid_out = LaidOut(*styles, sharded)
+            step = predicted_step(self.model, self.inputs, self.axes, laid_out, self.prices, 0, **options)
+            found.append((laid_out, step))
+        bound = self.wanted.memory_bytes
+        fitting = [each for each in found if bound is None or each[1].memory.most <= bound]
+        if fitting:
+            laid_out, step = min(fitting, key=lambda each: each[1].key(self.wanted.objective))
+        else:
+            laid_out, step = min(found, key=lambda each: each[1].memory.most)
+        if rank:
+            step = predicted_step(self.model, self.inputs, self.axes, laid_out, self.prices, rank, **options)
         return laid_out, step
 
     def _sharded(self, recording: Recording) -> tuple[str, ...]:

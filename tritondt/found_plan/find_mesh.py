@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from math import inf
 from typing import Any
 
 import torch
@@ -117,7 +116,7 @@ def find_mesh(
             refused.append((f"dp={ranks // tensor},tp={tensor}", str(error)))
     if not plans:
         raise ParallelizeError(f"no mesh of {ranks} ranks has a plan: " + "; ".join(map(": ".join, refused)))
-    plans.sort(key=lambda plan: _key(plan, objective))
+    plans.sort(key=lambda plan: plan.step.key(objective))
     best, given = plans[0], arguments(_part(example_inputs, plans[0].mesh.sizes[0]))
     slower = [
         (
@@ -141,12 +140,6 @@ def _slower(costs: CostTable, hosts: int) -> list[tuple[str, CostTable]]:
 
 def _half(link: Link) -> Link:
     return replace(link, bandwidth=link.bandwidth / 2)
-
-
-def _key(plan: FoundPlan, objective: str) -> tuple[float, ...]:
-    step = plan.step
-    found = {"step time": step.seconds, "bytes": step.traffic.received_bytes, "memory": step.memory.most}
-    return (found.get(objective, inf), step.seconds, step.traffic.received_bytes)
 
 
 def _part(inputs: Any, num_parts: int) -> Any:

@@ -68,6 +68,15 @@ class StepCost:
         """Predicted seconds of the step."""
         return self.compute_seconds + self.traffic.seconds - self.hidden_seconds
 
+    def key(self, objective: str) -> tuple[float, ...]:
+        """Numbers of which the first is the objective, and the others decide where that is equal."""
+        received, memory = self.traffic.received_bytes, self.memory.most
+        return {
+            "step time": (self.seconds, received, memory),
+            "bytes": (received, memory, self.seconds),
+            "memory": (memory, self.seconds, received),
+        }[objective]
+
 
 def explanation_text(
     mesh: MeshAxes, rank: int, step: StepCost, parts: Sequence[PartCost], notes: Sequence[str], *, is_exact: bool
