@@ -22,9 +22,11 @@ _MOST_SECONDS = 600
 _PROGRAMS = {
     "lightning": "lightning_ddp",
     "accelerate": "accelerate_ddp",
+    "transformers": "transformers_trainer",
     "trl": "trl_sft",
     "deepspeed": "deepspeed_zero",
     "torchtitan": "torchtitan_llama",
+    "torchao": "torchao_optimizers",
 }
 
 pytestmark = [pytest.mark.soak, pytest.mark.clients, pytest.mark.timeout(2 * _MOST_SECONDS + 60)]
