@@ -14,7 +14,8 @@ from tritondt.planning.across import make_plan_across
 from tritondt.planning.between_hosts import HostStep, MeshRanks
 from tritondt.planning.cost import CostTable
 from tritondt.planning.exchange import Exchange
-from tritondt.planning.planner import between_hosts, is_near, least_between_hosts, make_plan
+from tritondt.planning.planner import between_hosts, candidates, is_near, least_between_hosts, make_plan
+from tritondt.planning.traffic import crossing_elements, elements_between_hosts
 from tritondt.sharding.layout import Coordinate, Layout
 from tritondt.sharding.placement import Partial, parse_placements
 
@@ -127,6 +128,27 @@ def test_no_random_plan_between_meshes_takes_more(seed: int) -> None:
                 for rank in ranks.either
                 for message in step.exchange_of(rank).sends
             )
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(20, 1500))]
+)
+def test_crossing_elements_are_those_of_the_messages(seed: int) -> None:
+    made = random.Random(seed)
+    source, target = random_pair(made, torch.float32)
+    hosts = tuple(made.randrange(3) for _ in range(source.num_ranks))
+    forms = [*candidates(source, target, CostTable()), make_plan(source, target, 4, CostTable(), "", hosts).steps]
+    for step in (step for steps in forms for step in steps):
+        listed = elements_between_hosts((step,), hosts, range(len(hosts)))
+        assert crossing_elements(step, hosts) == sum(listed.values())
+
+
+def test_plans_of_2048_ranks_know_their_hosts() -> None:
+    """Without a list of all messages, which would take a minute."""
+    source, target = layouts_of((2048,), (4096, 16), "S0", "R")
+    hosts = tuple(rank // 8 for rank in range(2048))
+    steps = make_plan(source, target, 4, CostTable(), "", hosts).steps
+    assert [type(step) for step in steps] == [HostStep, HostStep]
 
 
 @pytest.mark.parametrize("pair", [("S0", "R"), ("S1", "R"), ("P", "R"), ("P", "S0")], ids="->".join)

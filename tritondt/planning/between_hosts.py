@@ -7,8 +7,9 @@ mesh: hosts may lie across any axes, and have different numbers of ranks. Betwee
 the ranks of either, ascending.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -101,7 +102,7 @@ class Pairing:
         self._wanting: dict[Indices, dict[int, list[int]]] = {}
         self._place = list[int]()
         first = self._enter(route)
-        self._num_terms, self._covers = route.contributions, dict[tuple[Indices, tuple[int, ...]], _Cover]()
+        self._num_terms, self._covers = route.contributions, dict[tuple[Indices, Indices], _Cover]()
         self.items = tuple(self._listed(first, route))
         self._bucket_of = self._buckets()
         self._cuts: dict[tuple[int, int], dict[int, tuple[Span, ...]]] = {}
@@ -143,19 +144,24 @@ class Pairing:
         """For each item those that the same hosts hold and the same hosts want, which are cut together."""
         together: dict[object, list[Item]] = {}
         found = []
+        # One object for each tuple of hosts, so that a key of many hosts is hashed once for each that wants them.
+        wanting = {wanted: tuple(by_host) for wanted, by_host in self._wanting.items()}
+        number_of: dict[tuple[int, ...], int] = {}
+        numbers = {wanted: number_of.setdefault(hosts, len(number_of)) for wanted, hosts in wanting.items()}
         for item in self.items:
             full, terms_of = self._cover(item)
-            bucket = together.setdefault((full, tuple(terms_of), tuple(self._wanting[item.wanted_as])), [])
+            bucket = together.setdefault((full, tuple(terms_of), numbers[item.wanted_as]), [])
             bucket.append(item)
             found.append(bucket)
         return found
 
     def _cover(self, item: Item) -> _Cover:
-        wanting = tuple(self._wanting[item.wanted_as])
-        key = item.held_as, wanting
-        if key not in self._covers:
-            self._covers[key] = _cover(self._holders[item.held_as], self._num_terms, wanting)
-        return self._covers[key]
+        key = item.held_as, item.wanted_as
+        found = self._covers.get(key)
+        if found is None:
+            wanting = tuple(self._wanting[item.wanted_as])
+            found = self._covers[key] = _cover(self._holders[item.held_as], self._num_terms, wanting)
+        return found
 
     def _contributors(self, item: Item, host: int) -> tuple[int, ...]:
         """Hosts whose terms make up an item for a host: itself alone where it holds all of them."""
@@ -178,17 +184,25 @@ class Pairing:
     def num_contributors(self, stage: Stage) -> int:
         """Most terms that come together for an item when it leaves a stage."""
         if stage == "terms":
-            return max((len(self._contributors(item, host)) for item, host in self._wanted_items()), default=1)
+            return max((self._most_contributors(item) for item in self.items), default=1)
         if stage != "source" or not self.reduced_axes:
             return 1
         return max((len(terms) for held, by_host in self._holders.items() for terms in by_host.values()), default=1)
 
-    def _wanted_items(self) -> Iterator[tuple[Item, int]]:
-        return ((item, host) for item in self.items for host in self._wanting[item.wanted_as])
+    def _most_contributors(self, item: Item) -> int:
+        full, terms_of = self._cover(item)
+        return 1 if full else len(terms_of)
 
     def between_hosts(self, stages: Sequence[Stage]) -> int:
         """Elements that cross between hosts when the tensor goes through these stages."""
-        return sum(item.numel * self._crossings(item, stages) for item in self.items)
+        # Items of a bucket that the same ranks want cross as often.
+        often, found = dict[tuple[int, Indices], int](), 0
+        for item in self.items:
+            key = self._bucket_of[item.number][0].number, item.wanted_as
+            if key not in often:
+                often[key] = self._crossings(item, stages)
+            found += item.numel * often[key]
+        return found
 
     @cached_property
     def least_between_hosts(self) -> int:
@@ -312,12 +326,23 @@ class Pairing:
         found = defaultdict[int, list[tuple[Item, Flow]]](list)
         for item in self.items:
             serves = (before, after) not in _INSIDE and bool(self.held(before, item, host))
+            servings: dict[int, _Serving] = {}
             for span in self.held(after, item, None if serves else host):
-                for flow in _overlaps(self.serving(before, item, span.position), span):
+                other = self.hosts[span.position]
+                if other not in servings or not self._serves_alike(before, item, other):
+                    servings[other] = _Serving.of(self.serving(before, item, span.position))
+                    if other != host:  # of what goes there, this host sends its own
+                        servings[other] = servings[other].of_servers(lambda rank: self.hosts[rank] == host)
+                for flow in servings[other].flows(span):
                     for rank in {flow.server, flow.receiver}:
                         if self.hosts[rank] == host:
                             found[rank].append((item, flow))
         return found
+
+    def _serves_alike(self, stage: Stage, item: Item, host: int) -> bool:
+        """Whether the same spans serve all receivers of a host."""
+        stage = self._as_held(stage, item)
+        return stage in ("terms", "sums") or (stage == "shares" and not self._is_kept(item, host))
 
     def moves(self, before: Stage, after: Stage) -> bool:
         """Whether any rank sends anything from one stage to the next."""
@@ -325,20 +350,35 @@ class Pairing:
             flow.server != span.position
             for item in self.items
             for span in self.held(after, item)
-            for flow in _overlaps(self.serving(before, item, span.position), span)
+            for flow in _Serving.of(self.serving(before, item, span.position)).flows(span)
         )
 
 
-def _overlaps(terms: Sequence[Sequence[Span]], wanted: Span) -> Iterator[Flow]:
-    """Flows of all terms to a span; those of several terms have the same edges, as they are added box by box."""
-    edges = {edge for spans in terms for span in spans for edge in span[1:]} if len(terms) > 1 else set()
-    for contribution, spans in enumerate(terms):
-        for server, start, stop in spans:
-            low, high = max(start, wanted.start), min(stop, wanted.stop)
-            if low < high:
-                inner = sorted(edge for edge in edges if low < edge < high)
-                for first, last in zip([low, *inner], [*inner, high], strict=True):
-                    yield Flow(server, wanted.position, contribution, first, last)
+class _Serving(NamedTuple):
+    """Spans that serve receivers, by term, and the edges of all: terms are added box by box, with equal edges."""
+
+    terms: tuple[tuple[int, Sequence[Span]], ...]
+    edges: tuple[int, ...]
+
+    @classmethod
+    def of(cls, terms: Sequence[Sequence[Span]]) -> "_Serving":
+        edges = {edge for spans in terms for span in spans for edge in span[1:]} if len(terms) > 1 else set()
+        return cls(tuple(enumerate(terms)), tuple(sorted(edges)))
+
+    def of_servers(self, takes: Callable[[int], bool]) -> "_Serving":
+        """The spans of some servers, with the edges of all."""
+        of_term = ((term, [span for span in spans if takes(span.position)]) for term, spans in self.terms)
+        return self._replace(terms=tuple((term, spans) for term, spans in of_term if spans))
+
+    def flows(self, wanted: Span) -> Iterator[Flow]:
+        """Flows of all terms to a span."""
+        for term, spans in self.terms:
+            for server, start, stop in spans:
+                low, high = max(start, wanted.start), min(stop, wanted.stop)
+                if low < high:
+                    inner = self.edges[bisect_right(self.edges, low) : bisect_left(self.edges, high)]
+                    for first, last in zip([low, *inner], [*inner, high], strict=True):
+                        yield Flow(server, wanted.position, term, first, last)
 
 
 def cut(items: Sequence[Item], num_parts: int) -> dict[int, tuple[Span, ...]]:

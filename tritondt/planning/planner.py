@@ -19,7 +19,7 @@ from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import Route
 from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Plan, Step, StepKind, moves_nothing
-from tritondt.planning.traffic import elements_between_hosts
+from tritondt.planning.traffic import crossing_elements, elements_between_hosts
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 
@@ -90,14 +90,19 @@ def is_near(step: Step, hosts: Hosts, ranks: Sequence[int] = ()) -> bool:
 
 
 def between_hosts(steps: Steps, hosts: Hosts, ranks: Sequence[int] = ()) -> int:
-    """Elements that cross between hosts in some steps, counted rank by rank up to 64 ranks, estimated from 64 above.
+    """Elements that cross between hosts in some steps, of all ranks; of some, where pairs or messages are too many.
 
-    Between two meshes `ranks` are those of either, ascending, whose hosts are given.
+    Above 64 ranks messages are counted without a list, as far as these are of one mesh and know no hosts, or estimated
+    from those of 64. Between two meshes `ranks` are those of either, ascending, whose hosts are given.
 
     >>> rows = Layout((4,), (Shard(0),), (8,))
     >>> between_hosts(make_plan(rows, rows.with_placements([Replicate()]), 4, CostTable()).steps, (0, 0, 1, 1))
     16
     """
+    if not ranks and len(hosts) > _MOST_COUNTED:
+        counts = [crossing_elements(step, hosts) for step in steps if not isinstance(step, HostStep)]
+        if len(counts) == len(steps) and None not in counts:
+            return sum(filter(None, counts))
     ranks = ranks or range(len(hosts))
     counted = ranks[:: -(-len(hosts) // _MOST_COUNTED)]
     host_of = dict(zip(ranks, hosts, strict=True))

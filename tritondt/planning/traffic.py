@@ -176,6 +176,54 @@ def elements_between_hosts(
     return dict(found)
 
 
+def crossing_elements(step: Step, hosts: Hosts) -> int | None:
+    """Elements that all ranks of a step on one mesh send to other hosts, without a list of the messages.
+
+    `hosts` has the host of each position in the mesh. None where too many pairs of ranks, or of parts, would have to be
+    listed.
+
+    >>> from tritondt.sharding.placement import parse_placements
+    >>> source, target = (Layout((4,), parse_placements(text), (8,)) for text in ("S0", "R"))
+    >>> crossing_elements(Step("exchange", source, target), (0, 0, 1, 1))
+    16
+    """
+    if not step.moving_axes:
+        return 0
+    traffic, num_pairs, found = step_traffic(step), 0, 0
+    # Senders that send alike send as much to each host.
+    to_host_of: dict[tuple[Pairs, ...], dict[int, int]] = {}
+    try:
+        for rank, coordinate in enumerate(product(*map(range, step.source.mesh_shape))):
+            served = traffic.served(coordinate)
+            num_receivers, numel = traffic.counts(served)
+            if served not in to_host_of:
+                num_pairs += num_receivers
+                if num_pairs > MOST_PAIRS:
+                    return None
+                to_host_of[served] = _numel_to_hosts(served, hosts)
+            found += numel - to_host_of[served].get(hosts[rank], 0)
+    except LayoutError:
+        return None
+    return found
+
+
+def _numel_to_hosts(served: tuple[Pairs, ...], hosts: Hosts) -> dict[int, int]:
+    """Elements by host of the receivers of a product of pairs; none of no pairs."""
+    found = {0: 1} if served else {}
+    for factor in served:
+        pairs = array("q", factor)
+        places, numels = pairs[::2], pairs[1::2]
+        found = {
+            position + place: numel * times
+            for position, numel in found.items()
+            for place, times in zip(places, numels, strict=True)
+        }
+    to_host: dict[int, int] = defaultdict(int)
+    for position, numel in found.items():
+        to_host[hosts[position]] += numel
+    return to_host
+
+
 class StepTraffic(ABC):
     """Elements that the ranks of a step send, keep and receive, without a list of the messages."""
 
