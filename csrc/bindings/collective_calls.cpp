@@ -148,13 +148,9 @@ class GroupCalls {
  public:
   GroupCalls(py::tuple tensor_classes, py::object profiler)
       : tensor_classes_(std::move(tensor_classes)), profiler_(std::move(profiler)) {
-    const py::object capsule =
-        py::getattr(tensor_classes_[0], "__dlpack_c_exchange_api__", py::none());
-    if (PyCapsule_CheckExact(capsule.ptr()) != 0) {
-      api_ = dlpack::of_version_1(static_cast<const dlpack::ExchangeApi*>(
-          PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api")));
-      if (api_ == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    }
+    const py::object tensor_class = tensor_classes_[0];
+    api_ = dlpack::exchange_api_of(tensor_class.ptr());
+    if (api_ == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
   }
 
   // Where operations go from now on. `stream` hears of captures and of what goes wrong.

@@ -33,7 +33,18 @@ struct ExchangeApi {
   void* current_stream;
 };
 
-inline const ExchangeApi* of_version_1(const ExchangeApi* api) {
+// The API of a class of tensors; null where it has none of version 1, or with a Python error.
+inline const ExchangeApi* exchange_api_of(PyObject* tensor_class) {
+  PyObject* capsule = PyObject_GetAttrString(tensor_class, "__dlpack_c_exchange_api__");
+  if (capsule == nullptr) {
+    if (PyErr_ExceptionMatches(PyExc_AttributeError) != 0) PyErr_Clear();
+    return nullptr;
+  }
+  const ExchangeApi* api = nullptr;
+  if (PyCapsule_CheckExact(capsule) != 0) {
+    api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  }
+  Py_DECREF(capsule);
   while (api != nullptr && api->major != 1) api = api->previous;
   return api == nullptr || api->view == nullptr ? nullptr : api;
 }

@@ -75,13 +75,9 @@ class ExchangeProgram {
     if (!is_stream_engine(engine_.ptr())) {
       throw py::type_error("a program takes a StreamEngine of tritondt._C");
     }
-    const py::object capsule =
-        py::getattr(tensor_classes_[0], "__dlpack_c_exchange_api__", py::none());
-    if (PyCapsule_CheckExact(capsule.ptr()) != 0) {
-      api_ = dlpack::of_version_1(static_cast<const dlpack::ExchangeApi*>(
-          PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api")));
-      if (api_ == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    }
+    const py::object tensor_class = tensor_classes_[0];
+    api_ = dlpack::exchange_api_of(tensor_class.ptr());
+    if (api_ == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
   }
 
   void set_operation(py::str text, std::uint64_t fingerprint, std::int32_t communicator,

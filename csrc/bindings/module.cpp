@@ -15,6 +15,7 @@
 #include "bindings/exchange_program.h"
 #include "bindings/flight.h"
 #include "bindings/nccl.h"
+#include "bindings/operator_calls.h"
 #include "bindings/sockets.h"
 #include "bindings/stream_engine.h"
 #include "bindings/system_errors.h"
@@ -209,6 +210,7 @@ PYBIND11_MODULE(_C, module) {
   tritondt::bind_nccl(&module);
   tritondt::bind_exchange_program(&module);
   tritondt::bind_collective_calls(&module);
+  tritondt::bind_operator_calls(&module);
   tritondt::bind_daemon_threads(&module);
   module.def(
       "limit_instructions", &tritondt::limit_instructions, py::arg("name"),

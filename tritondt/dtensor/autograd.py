@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tritondt.comm.packing.wire_dtype import Wire
-from tritondt.dtensor.compiled_call import Wrap
+from tritondt.dtensor.operator_call import Wrap
 from tritondt.dtensor.pending import convert_and_redistribute
 from tritondt.redistribution.autograd import check_linear, cotangent_spec, gradient_spec, mean_size, num_terms_of
 from tritondt.sharding.spec import DTensorSpec

@@ -1,12 +1,13 @@
 """Calls with input redistribution, written arguments, or several results, compiled from what propagation decided."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch._ops import OpOverload
 
 from tritondt.comm import read_guard
+from tritondt.dtensor.operator_call import CompiledCall, Kind, Wrap, direct_binding
 from tritondt.dtensor.own_sources import run_apart, tensors_in
 from tritondt.dtensor.writes import MEMORY, count_writes, leaves_counting, memory_of, take_memory, watched
 from tritondt.errors import PropagationError
@@ -18,13 +19,6 @@ from tritondt.redistribution.implicit import redistribute_input
 from tritondt.sharding.placement import Replicate
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 from tritondt.sharding.strides import strides_without_gaps
-
-
-class Wrap(Protocol):
-    """Makes a distributed tensor of a local tensor and its spec."""
-
-    def __call__(self, local: torch.Tensor, spec: DTensorSpec, /) -> torch.Tensor:
-        """The distributed tensor."""
 
 
 class WrapAll(Protocol):
@@ -55,10 +49,6 @@ class Admit(Protocol):
 
     def __call__(self, op: OpOverload, refusal: str, /) -> None:
         """None, or PropagationError."""
-
-
-# Runs a signature: positional and keyword arguments with local tensors in place, then the arguments as they came.
-Compiled = Callable[[Sequence[Any], Mapping[str, Any], Sequence[Any], Mapping[str, Any]], Any]
 
 
 class _InputMove(NamedTuple):
@@ -99,6 +89,7 @@ class Signature:
         # One list: of several results each may be missing, as the gradient of what needs none.
         self._returns_list = len(schema.op._schema.returns) == 1 and isinstance(self._outputs, Sequence)
         self._names = tuple(schema.kwargs_schema)
+        self._num_positional = len(schema.args_schema)
         self._written = frozenset(written)
         # An operator may write to arguments and give new tensors, as batch norm does.
         self._returns_arguments = bool(written) and all(result.alias_info for result in schema.op._schema.returns)
@@ -106,6 +97,26 @@ class Signature:
         self._written_arguments = tuple(_written_arguments(schema.op)) if written else ()
         self._raises_versions = bool(written) and leaves_counting(schema.op)
         self._returns = tuple(_returned_arguments(schema.op))
+
+    def compiled(self) -> CompiledCall:
+        """The call as the extension runs it: by itself where nothing moves, and there is one result, or a list."""
+        specs = self._outputs
+        is_special = self._refusal or self._input_moves or self._reshapes or self._data_dependent or self._track_base
+        if is_special or not self._in_mesh:
+            return CompiledCall(Kind.GENERAL, general=self.run)
+        if self._returns_arguments and len(self._returns) <= 1:
+            # The places of written tensors, of the argument that is returned, and of those whose versions are raised.
+            returned = next((place for place, _ in self._returns), -1)
+            raised = tuple(place for place, _ in self._written_arguments) if self._raises_versions else ()
+            if all(place < self._num_positional for place in (returned, *raised)):
+                details = self._written, returned, raised
+                direct = direct_binding(self._op, self._local)
+                return CompiledCall(Kind.WRITE, self._local, general=self.run, details=details, direct=direct)
+        is_list = not self._written and self._returns_list and isinstance(specs, Sequence)
+        if is_list and all(isinstance(spec, DTensorSpec) for spec in cast(Sequence[Any], specs)):
+            made = tuple(cast(Sequence[DTensorSpec], specs))
+            return CompiledCall(Kind.LIST, self._local, made, self.run)
+        return CompiledCall(Kind.GENERAL, general=self.run)
 
     def run(
         self,
@@ -230,7 +241,7 @@ class Signature:
         return tuple(map(self._replicated, result)) if isinstance(result, list | tuple) else result
 
 
-def alias_of(spec: DTensorSpec, wrap: Wrap) -> Compiled:
+def alias_of(spec: DTensorSpec, wrap: Wrap) -> CompiledCall:
     """Detach under `spec`: a tensor that torch does not know for a view, but that shares memory."""
 
     def detach(
@@ -240,7 +251,7 @@ def alias_of(spec: DTensorSpec, wrap: Wrap) -> Compiled:
         made.__dict__[MEMORY] = memory_of(args[0])
         return made
 
-    return detach
+    return CompiledCall(Kind.DETACH, None, spec, detach)
 
 
 def _written_arguments(op: OpOverload) -> Iterator[tuple[int, str]]:
@@ -249,7 +260,7 @@ def _written_arguments(op: OpOverload) -> Iterator[tuple[int, str]]:
             yield place, declared.name
 
 
-def viewed_or_copied(op: OpOverload, spec: DTensorSpec, wrap: Wrap, track_base: TrackBase) -> Compiled:
+def viewed_or_copied(op: OpOverload, spec: DTensorSpec, wrap: Wrap, track_base: TrackBase) -> CompiledCall:
     """A view in another shape, compiled: a copied view where this rank's strides allow no view, though the whole's do.
 
     The strides of a local tensor are this rank's alone: from_local takes any, and what has moved is row-major.
@@ -267,7 +278,7 @@ def viewed_or_copied(op: OpOverload, spec: DTensorSpec, wrap: Wrap, track_base: 
         # A graph that torch traces knows no memory, and writes to what it views by itself.
         return track_base(copy, op, args, kwargs, is_local=True) if has_memory(local) else copy
 
-    return run
+    return CompiledCall(Kind.VIEW, torch.Tensor.view, spec, run, shape)
 
 
 # What gives elements that share memory one value, torch lets write.

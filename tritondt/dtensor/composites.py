@@ -14,7 +14,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tritondt.dtensor.compiled_call import Wrap
+from tritondt.dtensor.operator_call import Wrap
 from tritondt.ops.propagation.replication import as_replicated, implicit_replication
 from tritondt.sharding.mesh import Mesh
 

@@ -1,36 +1,35 @@
 """Dispatch of operators on distributed tensors: a look-up, the operator on local tensors, the wrapping of its result.
 
-A signature (operator, specs, plain arguments) is decided once by the propagator and compiled into a function of local
-tensors. Each call then takes the key, one dict look-up and that function. The tensor class is passed in, so that this
-file knows of (local tensor, spec) pairs only.
+A signature (operator, specs, plain arguments) is decided once by the propagator and compiled into a `CompiledCall`.
+Each call then is one call of the extension: the key, a look-up, the local operator and the wrapping. The tensor class
+is passed in, so that this file knows of (local tensor, spec) pairs only.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 
 from tritondt import identity
-from tritondt._C import make_call_splitter
+from tritondt._C import make_call_splitter, make_dispatch, running_operator
+from tritondt.comm import read_guard
 from tritondt.dtensor.call_keys import OPEN_NUMBERS, flat, plain_key, value_of
 from tritondt.dtensor.compiled_call import (
-    Compiled,
     KeepKinds,
     Signature,
     TrackBase,
-    Wrap,
     WrapAll,
     alias_of,
     viewed_or_copied,
 )
 from tritondt.dtensor.decompose import decompose, outs_to_fit
 from tritondt.dtensor.list_positions import clipping, in_order, number_on, run_by_kind, written_lists
-from tritondt.dtensor.own_sources import check_from_others, from_others
+from tritondt.dtensor.operator_call import CompiledCall, Kind, Wrap, direct_binding
+from tritondt.dtensor.own_sources import check_from_others, from_others, run_apart
 from tritondt.dtensor.text import mixed_text
 from tritondt.dtensor.views.recorded_views import noting_views
+from tritondt.dtensor.writes import FORMER, MEMORY, RECORDED, watched
 from tritondt.errors import MeshError, MixedTensorsError, OpenLengthError, check_not_of_torch
 from tritondt.kernels.memory import has_memory
 from tritondt.ops.propagation.propagator import ShardingPropagator
@@ -51,24 +50,25 @@ MAX_SIGNATURES = 1024
 
 _NOTHING: Mapping[str, Any] = {}
 
-# A lone output has its spec and a function of the local arguments; else the function does it all.
-_CompiledCall: TypeAlias = tuple[LocalOp, DTensorSpec] | tuple[Compiled, None]
+
+class _Operator(NamedTuple):
+    """Compiled signatures of one operator; see RuntimeSchemaInfo for `static_argnum`. The extension reads the first two
+    fields."""
+
+    signatures: dict[tuple[Any, ...], CompiledCall]
+    static_argnum: int
+    op: OpOverload
 
 
-class _Operator:
-    """Signatures of one operator that are compiled; see RuntimeSchemaInfo for `static_argnum`."""
-
-    __slots__ = ("op", "signatures", "static_argnum")
-
-    def __init__(self, op: OpOverload, static_argnum: int) -> None:
-        self.op, self.static_argnum = op, static_argnum
-        self.signatures: dict[tuple[Any, ...], _CompiledCall] = {}
+def enter(run: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function: the extension calls all of Python through here, where torch.compile stops looking."""
+    return run(*args)
 
 
 class Dispatcher:
     """Dispatch for one tensor class, whose instances carry `_local_tensor` and `_spec`.
 
-    `dispatch` is made as a function, for it runs at every call of every operator.
+    `dispatch` is a function of the extension, for it runs at every call of every operator.
     """
 
     def __init__(
@@ -93,15 +93,11 @@ class Dispatcher:
         return len(found.signatures) if (found := self._operators.get(id(op))) else 0
 
     def running(self) -> OpOverload | None:
-        """The operator that the calling thread runs; found among its frames, so that calls need not note it."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not self._code:
-            frame = frame.f_back
-        return None if frame is None else frame.f_locals["op"]
+        """The operator that the calling thread dispatches, the innermost; None where it dispatches none."""
+        found: OpOverload | None = running_operator()
+        return found
 
     def _make_dispatch(self) -> Callable[..., Any]:
-        operators, run_any, wrap, split = self._operators, self._run_any, self._wrap, self._split
-
         def dispatch(
             op: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
@@ -109,23 +105,10 @@ class Dispatcher:
 
             Raises MixedTensorsError, MeshError and PropagationError before anything is sent.
             """
-            operator = operators.get(id(op))
-            if kwargs or operator is None:
-                return run_any(op, args, kwargs or _NOTHING)
-            found = split(args, operator.static_argnum)
-            if found is None:
-                return run_any(op, args, _NOTHING)
-            key, local_args = found
-            signature = operator.signatures.get(key)
-            if signature is None:
-                return run_any(op, args, _NOTHING)
-            run, spec = signature
-            if spec is not None:
-                return wrap(run(*local_args), spec)
-            return run(local_args, _NOTHING, args, _NOTHING)
+            return self.dispatch(op, types, args, kwargs)  # positional, as the extension takes them
 
-        self._code = dispatch.__code__
-        return dispatch
+        by = self._operators, self._wrap, self._run_any, enter, run_apart
+        return make_dispatch(dispatch, self._class, *by, read_guard.readers, watched, RECORDED, MEMORY, FORMER)
 
     def _run_any(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The operator's result for arguments of any kind, and for signatures that are not compiled yet."""
@@ -147,37 +130,39 @@ class Dispatcher:
                 return self._run_any(op, *self._with_values(args, kwargs))
             return result
         if found is None:
-            mixed = self._keep_gradients(op, args, kwargs)
-            result = self._run_otherwise(op, args, kwargs)
-            if result is not NotImplemented:
-                return result
-            schema = self._schema(op, args, kwargs)
-            if not self._propagator.knows(op):
-                check_from_others(op, args, kwargs)
-                result = decompose(schema, args, kwargs)
-                if result is not NotImplemented:
-                    return result
-            if schema.is_out_variant and (outs := outs_to_fit(schema, args, kwargs)).any:
-                with outs:
-                    return self._run_any(op, args, kwargs)
-            found = noting_views(schema, self._compile(schema), self._wrap)
-            found = self._with_gradients_kept(op, found) if mixed else found
-            if is_kept:
-                _keep(operator, key, found)
-        return self._run(found, local_args, local_kwargs, args, kwargs)
+            return self._run_new(op, args, kwargs, local_args, local_kwargs, key if is_kept else None)
+        return found.run(self._wrap, local_args, local_kwargs, args, kwargs)
 
-    def _run(
+    def _run_new(
         self,
-        found: _CompiledCall,
-        local_args: Sequence[Any],
-        local_kwargs: Mapping[str, Any],
+        op: OpOverload,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        local_args: Sequence[Any],
+        local_kwargs: Mapping[str, Any],
+        key: Sequence[Any] | None,
     ) -> Any:
-        run, spec = found
-        if spec is not None:
-            return self._wrap(run(*local_args, **local_kwargs), spec)
-        return run(local_args, local_kwargs, args, kwargs)
+        """The result of a call whose signature is not compiled yet; it is then, and kept by its key if it has one."""
+        mixed = self._keep_gradients(op, args, kwargs)
+        result = self._run_otherwise(op, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        schema = self._schema(op, args, kwargs)
+        if not self._propagator.knows(op):
+            check_from_others(op, args, kwargs)
+            result = decompose(schema, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        if schema.is_out_variant and (outs := outs_to_fit(schema, args, kwargs)).any:
+            with outs:
+                return self._run_any(op, args, kwargs)
+        found = noting_views(schema, self._compile(schema), self._wrap)
+        found = self._with_gradients_kept(op, found) if mixed else found
+        if key is not None:
+            _keep(self._operator(op), key, found)
+            if not kwargs:
+                return self.dispatch(op, (), tuple(args))  # in the way of all later calls
+        return found.run(self._wrap, local_args, local_kwargs, args, kwargs)
 
     def _run_otherwise(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The results of a call with plain arguments by calls with other arguments; NotImplemented if there are none.
@@ -233,7 +218,7 @@ class Dispatcher:
         if any(item._spec.is_known_now for item in distributed):
             hold_for_lengths_at_hand()
         found = self._with_gradients_kept(op, found) if mixed else found
-        return self._run(found, local_args, local_kwargs, args, kwargs)
+        return found.run(self._wrap, local_args, local_kwargs, args, kwargs)
 
     def _are_replicated(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether there are plain arguments with dims, and they count as replicated."""
@@ -264,20 +249,17 @@ class Dispatcher:
             self._keep_kinds(given, writes_plain=writes)
         return mixed
 
-    def _with_gradients_kept(self, op: OpOverload, found: _CompiledCall) -> _CompiledCall:
+    def _with_gradients_kept(self, op: OpOverload, found: CompiledCall) -> CompiledCall:
         """The compiled call of a signature with plain arguments, which are looked at every time."""
-        run, spec = found
 
         def kept(
             local_args: Sequence[Any], local_kwargs: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
         ) -> Any:
             if torch.is_grad_enabled():
                 self._keep_gradients(op, args, kwargs)
-            if spec is None:
-                return run(local_args, local_kwargs, args, kwargs)
-            return self._wrap(run(*local_args, **local_kwargs), spec)
+            return found.run(self._wrap, local_args, local_kwargs, args, kwargs)
 
-        return kept, None
+        return CompiledCall(Kind.GENERAL, general=kept)
 
     def _with_values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments with values in place of what a graph leaves open; the graph then holds for these values."""
@@ -328,7 +310,7 @@ class Dispatcher:
         found = self._operators.get(id(op))
         if found is None:
             # Operators live as long as torch; keeping the object makes sure of it.
-            found = self._operators[id(op)] = _Operator(op, self._propagator.schema_info(op).static_argnum)
+            found = self._operators[id(op)] = _Operator({}, self._propagator.schema_info(op).static_argnum, op)
         return found
 
     def _local_arguments(self, args: Sequence[Any], key: list[Any], static_argnum: int) -> list[Any]:
@@ -357,7 +339,7 @@ class Dispatcher:
         key.append(len(items))
         return self._local_arguments(items, key, len(items) if numbers_by_type else 0)
 
-    def _compile(self, schema: OpSchema) -> _CompiledCall:
+    def _compile(self, schema: OpSchema) -> CompiledCall:
         decision = self._propagator.propagate(schema)
         local: LocalOp = decision.local or schema.op._op
         written = written_positions(schema)
@@ -365,14 +347,17 @@ class Dispatcher:
         runs_as_it_is &= not decision.needs_redistribute and not decision.copies_view
         if runs_as_it_is and isinstance(decision.output_spec, DTensorSpec):
             if schema.op is torch.ops.aten.detach.default:
-                return alias_of(decision.output_spec, self._wrap), None
+                return alias_of(decision.output_spec, self._wrap)
             if decision.is_viewed:
-                return viewed_or_copied(schema.op, decision.output_spec, self._wrap, self._track_base), None
-            return local, decision.output_spec
+                return viewed_or_copied(schema.op, decision.output_spec, self._wrap, self._track_base)
+            return CompiledCall(Kind.ONE, local, decision.output_spec, direct=direct_binding(schema.op, local))
         made_by = self._wrap, self._wrap_all, self._track_base, self._propagator.fallback.admit
         signature = Signature(schema, decision, local, written, *made_by)
+        found = signature.compiled()
         run = from_others(schema.op, signature.run) if written else signature.run
-        return in_order(schema.op, run) if decision.needs_redistribute and written_lists(schema.op) else run, None
+        if decision.needs_redistribute and written_lists(schema.op):
+            run = in_order(schema.op, run)
+        return found if run == signature.run else CompiledCall(Kind.GENERAL, general=run)
 
     def _schema(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:
         """The call with specs in place of tensors; MeshError or MixedTensorsError where tensors do not go together."""
@@ -406,7 +391,7 @@ class Dispatcher:
         return argument
 
 
-def _look_up(operator: _Operator, key: Sequence[Any]) -> tuple[_CompiledCall | None, bool]:
+def _look_up(operator: _Operator, key: Sequence[Any]) -> tuple[CompiledCall | None, bool]:
     """The call compiled for a signature, and whether it can be kept: not where an argument has no hash."""
     try:
         return operator.signatures.get(tuple(key)), True
@@ -414,7 +399,7 @@ def _look_up(operator: _Operator, key: Sequence[Any]) -> tuple[_CompiledCall | N
         return None, False
 
 
-def _keep(operator: _Operator, key: Sequence[Any], found: _CompiledCall) -> None:
+def _keep(operator: _Operator, key: Sequence[Any], found: CompiledCall) -> None:
     if len(operator.signatures) >= MAX_SIGNATURES:
         del operator.signatures[next(iter(operator.signatures))]
     operator.signatures[tuple(key)] = found

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tritondt.comm.work import Work
-from tritondt.dtensor.compiled_call import Wrap
 from tritondt.dtensor.copies import own_view
+from tritondt.dtensor.operator_call import Wrap
 from tritondt.dtensor.views.copied_views import refresh
 from tritondt.dtensor.writes import MEMORY, ORIGIN, Count, LocalCount, Watch, held_local, memory_of
 from tritondt.redistribution.run import redistribute_local, redistribute_local_async

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
+from tritondt._C import make_wrap
 from tritondt.comm.packing.wire_dtype import wire_of
 from tritondt.comm.work import Work
 from tritondt.dtensor.autograd import FromLocal, Redistributed, ToLocal, alias_with_gradient
@@ -116,7 +117,7 @@ class DTensor(torch.Tensor):
             raise
         values = agreed_local(arrived.detach(), spec) if run_check else arrived.detach()
         if not (local_tensor.requires_grad and is_grad_enabled()):
-            return cls(values, spec)
+            return cast("DTensor", wrap(values, spec)) if cls is DTensor else cls(values, spec)
         gradient = wanted_gradient_spec(spec, grad_placements)
         is_other = run_check or arrived is not local_tensor
         return cast("DTensor", FromLocal.apply(local_tensor, cls, spec, gradient, values if is_other else None))  # type: ignore[no-untyped-call]
@@ -383,8 +384,10 @@ _PLAIN_DLPACK = (
 )
 
 
-def wrap(local_tensor: torch.Tensor, spec: DTensorSpec) -> Any:
-    """DTensor(local_tensor, spec), without the 0.4 us that calling a class takes."""
-    if forward_ad._current_level >= 0 or is_inference_mode_enabled() or local_tensor.storage_offset():
-        return DTensor(local_tensor, spec)
-    return construct(DTensor, local_tensor, spec, requires_grad=False)
+def _wrap_anywhere(local_tensor: torch.Tensor, spec: DTensorSpec) -> Any:
+    """DTensor(local_tensor, spec): also behind the start of a storage, in inference mode and in forward derivatives."""
+    return DTensor(local_tensor, spec)
+
+
+# The same without the 0.4 us that calling a class takes, where torch's own constructor does.
+wrap: Any = make_wrap(_wrap_anywhere, DTensor, construct)

@@ -13,7 +13,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _utility_fore
 from tritondt.dtensor import flex_attention  # noqa: F401  has torch's operator take distributed tensors
 from tritondt.dtensor.composites import let_composites_make_tensors
 from tritondt.dtensor.construct import construct
-from tritondt.dtensor.dispatch import Dispatcher
+from tritondt.dtensor.dispatch import Dispatcher, enter
 from tritondt.dtensor.graph_ops import register_from_local
 from tritondt.dtensor.mixed_gradients import keep_kinds
 from tritondt.dtensor.pending import pending_class
@@ -37,7 +37,7 @@ def _wrap_all(local_tensors: Iterable[torch.Tensor], specs: Iterable[DTensorSpec
 
 
 dispatcher = Dispatcher(DTensor, wrap, _wrap_all, track_base, keep_kinds, propagator)
-# Torch calls it for every operator; a static method saves a frame.
+# Torch calls it for every operator; a static method is not bound to the class.
 DTensor.__torch_dispatch__ = staticmethod(dispatcher.dispatch)
 DTensor.requires_grad_ = requires_grad_  # type: ignore[method-assign,assignment]
 let_composites_make_tensors(DTensor, wrap)
@@ -47,8 +47,9 @@ register_from_local(DTensor.from_local)
 # operator. A mark on the code, which costs a call nothing, keeps it and what it calls out.
 _eval_frame: Any = torch._C._dynamo.eval_frame
 _SKIP = _eval_frame._FrameAction.SKIP
-for _class in (DTensor, pending_class(DTensor), copied_view_class(DTensor)):
-    _code = cast("Any", _class.__torch_dispatch__).__code__
+_subclasses = pending_class(DTensor), copied_view_class(DTensor)
+for _function in (enter, *(cast("Any", _class.__torch_dispatch__) for _class in _subclasses)):
+    _code = _function.__code__
     _eval_frame.set_code_exec_strategy(_code, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
 
 # torch.load with weights_only takes what is listed; everything else in a saved tensor is plain values.

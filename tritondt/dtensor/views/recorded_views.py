@@ -6,11 +6,13 @@ one was ever recorded is. A tensor without gradients may change, and may then no
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import is_grad_enabled
 
+from tritondt.dtensor.operator_call import CompiledCall, Kind, Wrap
 from tritondt.dtensor.writes import CHANGED, RECORDED
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.schema import OpSchema
@@ -21,13 +23,12 @@ _requires_grad_: Any = torch.Tensor.requires_grad_
 _DETACH = torch.ops.aten.detach.default
 
 
-def noting_views(schema: OpSchema, found: tuple[Any, Any], wrap: Callable[..., Any]) -> tuple[Any, Any]:
+def noting_views(schema: OpSchema, found: CompiledCall, wrap: Wrap) -> CompiledCall:
     """A compiled call that notes what it views, or refuses to change dims of a viewed tensor; others as they are."""
     if schema.op in VIEW_OF:
-        return _checked(schema, found[0]), None
+        return CompiledCall(Kind.GENERAL, general=_checked(schema, partial(found.run, wrap)))
     if not schema.is_view or schema.op is _DETACH:
         return found
-    run, spec = found
 
     def viewed(
         local_args: Sequence[Any], local_kwargs: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -36,11 +37,10 @@ def noting_views(schema: OpSchema, found: tuple[Any, Any], wrap: Callable[..., A
             tensor = args[0]
             base = tensor._base
             (tensor if base is None else base).__dict__[RECORDED] = True
-        if spec is None:
-            return run(local_args, local_kwargs, args, kwargs)
-        return wrap(run(*local_args, **local_kwargs), spec)
+        return found.run(wrap, local_args, local_kwargs, args, kwargs)
 
-    return viewed, None
+    is_one = found.kind in (Kind.ONE, Kind.VIEW)
+    return found._replace(kind=Kind.VIEW if is_one else Kind.GENERAL, general=viewed)
 
 
 def _checked(schema: OpSchema, run: Callable[..., Any]) -> Callable[..., Any]:
