@@ -1,6 +1,5 @@
 """Tables of boxes for the memory they run on: C++ on the CPU, Triton on CUDA devices."""
 
-import ctypes
 import importlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +17,7 @@ from tritondt.kernels.scaled_tables import (
     ScalePlace,
     scale_copies,
 )
+from tritondt.kernels.signals import HostSlotTable, SlotTensors
 
 
 class Table(Protocol):
@@ -44,11 +44,8 @@ class Maker(Protocol):
     def together(self) -> AbstractContextManager[None]:
         """Context in which several tables are made, which can be run after it."""
 
-    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
-        """A table of copies."""
-
-    def gated_copy_table(self, boxes: Sequence[CopyBox], gate: int, device: torch.device) -> Table:
-        """A table of copies that does nothing where the int64 at the address `gate`, on the device, is not 0."""
+    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device, slots: SlotTensors | None = None) -> Table:
+        """A table of copies, of which some tensors may be peers' slots."""
 
     def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
         """A table of casts."""
@@ -64,31 +61,15 @@ class Maker(Protocol):
         """A table of casts from fp8."""
 
     def reduce_table(
-        self, boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device
+        self,
+        boxes: Sequence[ReduceBox],
+        op: str,
+        dtype: str,
+        divisor: int,
+        device: torch.device,
+        slots: SlotTensors | None = None,
     ) -> Table:
-        """A table of reductions."""
-
-
-class GatedTable:
-    """A table on the CPU that does nothing where the int64 at an address is not 0."""
-
-    def __init__(self, table: Table, gate: int) -> None:
-        self._table, self._gate = table, ctypes.c_int64.from_address(gate)
-
-    def run(self, source_ptrs: list[int], target_ptrs: list[int], num_threads: int) -> None:
-        """Runs the table where the gate is open."""
-        if self._gate.value == 0:
-            self._table.run(source_ptrs, target_ptrs, num_threads)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that one run writes."""
-        return self._table.num_bytes
-
-    @property
-    def num_boxes(self) -> int:
-        """Number of boxes that hold anything."""
-        return self._table.num_boxes
+        """A table of reductions, of which some sources may be slots that peers have written to."""
 
 
 class CppMaker:
@@ -98,13 +79,9 @@ class CppMaker:
         """A context that does nothing: tables are made at once."""
         return nullcontext()
 
-    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
+    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device, slots: SlotTensors | None = None) -> Table:
         """A table of copies."""
-        return CopyTable(boxes)
-
-    def gated_copy_table(self, boxes: Sequence[CopyBox], gate: int, device: torch.device) -> Table:
-        """A table of copies behind a gate."""
-        return GatedTable(CopyTable(boxes), gate)
+        return CopyTable(boxes) if slots is None else HostSlotTable(CopyTable(boxes), slots)
 
     def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
         """A table of casts."""
@@ -123,10 +100,17 @@ class CppMaker:
         return DequantizeTable(boxes, source_dtype, target_dtype)
 
     def reduce_table(
-        self, boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device
+        self,
+        boxes: Sequence[ReduceBox],
+        op: str,
+        dtype: str,
+        divisor: int,
+        device: torch.device,
+        slots: SlotTensors | None = None,
     ) -> Table:
         """A table of reductions."""
-        return ReduceTable(boxes, op, dtype, divisor)
+        table = ReduceTable(boxes, op, dtype, divisor)
+        return table if slots is None else HostSlotTable(table, slots)
 
 
 class TritonMaker:
@@ -140,14 +124,9 @@ class TritonMaker:
         found: AbstractContextManager[None] = _triton_module("side_by_side").compiling_side_by_side()
         return found
 
-    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
+    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device, slots: SlotTensors | None = None) -> Table:
         """A table of copies."""
-        table: Table = _triton_module("copy_boxes").DeviceCopyTable(boxes, device)
-        return table
-
-    def gated_copy_table(self, boxes: Sequence[CopyBox], gate: int, device: torch.device) -> Table:
-        """A table of copies behind a gate."""
-        table: Table = _triton_module("copy_boxes").DeviceCopyTable(boxes, device, gate=gate)
+        table: Table = _triton_module("copy_boxes").DeviceCopyTable(boxes, device, slots=slots)
         return table
 
     def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
@@ -172,10 +151,16 @@ class TritonMaker:
         return table
 
     def reduce_table(
-        self, boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device
+        self,
+        boxes: Sequence[ReduceBox],
+        op: str,
+        dtype: str,
+        divisor: int,
+        device: torch.device,
+        slots: SlotTensors | None = None,
     ) -> Table:
         """A table of reductions."""
-        table: Table = _triton_module("reduce_slots").DeviceReduceTable(boxes, op, dtype, divisor, device)
+        table: Table = _triton_module("reduce_slots").DeviceReduceTable(boxes, op, dtype, divisor, device, slots=slots)
         return table
 
 
@@ -196,10 +181,12 @@ def made_together(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext() if found is None else found.together()
 
 
-def copy_table(boxes: Sequence[CopyBox], device: torch.device) -> Table:
+def copy_table(boxes: Sequence[CopyBox], device: torch.device, slots: SlotTensors | None = None) -> Table:
     """Table of copies for tensors on `device`, cpu or cuda.
 
-    Sizes of boxes are in words of `itemsize` bytes; addresses are given to each run. ValueError for any other device.
+    Sizes of boxes are in words of `itemsize` bytes; addresses are given to each run. With `slots` some tensors are
+    slots in memory that peers and this rank share, and a run awaits these peers and tells them, on a GPU within its
+    launches. ValueError for any other device, and for slots that cannot be.
 
     >>> source, target = torch.arange(6, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     >>> table = copy_table([CopyBox(0, 0, 1, 0, 4, (3,), (2,), (1,))], torch.device("cpu"))
@@ -207,24 +194,7 @@ def copy_table(boxes: Sequence[CopyBox], device: torch.device) -> Table:
     >>> target.tolist(), table.num_bytes
     ([1, 3, 5], 12)
     """
-    return _maker(device).copy_table(boxes, device)
-
-
-def gated_copy_table(boxes: Sequence[CopyBox], gate: int, device: torch.device) -> Table:
-    """Table of copies that does nothing where the int64 at the address `gate`, on the device, is not 0 as it runs.
-
-    >>> gate, source, target = torch.ones(1, dtype=torch.int64), torch.ones(2), torch.zeros(2)
-    >>> box = CopyBox(0, 0, 0, 0, 4, (2,), (1,), (1,))
-    >>> table = gated_copy_table([box], gate.data_ptr(), torch.device("cpu"))
-    >>> table.run([source.data_ptr()], [target.data_ptr()], 1)
-    >>> target.tolist()
-    [0.0, 0.0]
-    >>> _ = gate.zero_()
-    >>> table.run([source.data_ptr()], [target.data_ptr()], 1)
-    >>> target.tolist()
-    [1.0, 1.0]
-    """
-    return _maker(device).gated_copy_table(boxes, gate, device)
+    return _maker(device).copy_table(boxes, device, slots)
 
 
 def cast_table(boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
@@ -275,17 +245,25 @@ def dequantize_table(
     return PlacedDequantizeTable(cast, copy_table(scale_copies(scales, to_places=False), device), len(boxes), device)
 
 
-def reduce_table(boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device) -> Table:
+def reduce_table(
+    boxes: Sequence[ReduceBox],
+    op: str,
+    dtype: str,
+    divisor: int,
+    device: torch.device,
+    slots: SlotTensors | None = None,
+) -> Table:
     """Table of reductions for tensors of `dtype` on `device`, cpu or cuda; `op` is sum, product, max or min.
 
-    A sum is divided once by `divisor`, which is 1 or more. ValueError where the dtype has no such reduction.
+    A sum is divided once by `divisor`, which is 1 or more. `slots` are those of `copy_table`. ValueError where the
+    dtype has no such reduction.
 
     >>> from tritondt.kernels.boxes import Slot
     >>> slots = (Slot(0, 0, (1,)), Slot(0, 3, (1,)))
     >>> reduce_table([ReduceBox(0, 0, (3,), (1,), slots)], "sum", "float32", 2, torch.device("cpu")).num_bytes
     24
     """
-    return _maker(device).reduce_table(boxes, op, dtype, divisor, device)
+    return _maker(device).reduce_table(boxes, op, dtype, divisor, device, slots)
 
 
 def _maker(device: torch.device) -> Maker:

@@ -6,6 +6,7 @@ A name is imported when it is first asked for: `import tritondt` takes milliseco
 from typing import TYPE_CHECKING
 
 from tritondt import _importing
+from tritondt.version import VERSION
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, parse_placements
     from tritondt.sharding.spec import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "ArgumentError",

@@ -27,8 +27,11 @@ from tritondt.kernels.gpu.indexing import (
 )
 from tritondt.kernels.gpu.loop_nest import LoopNest, coalesce, copy_nest
 from tritondt.kernels.gpu.pieces import Piece, copy_pieces
+from tritondt.kernels.gpu.signals import HEAD as SIGNALS_HEAD
+from tritondt.kernels.gpu.signals import publish_slots, slots_are_ready
 from tritondt.kernels.gpu.specialization import ALL_TILES, COPY_RUNS, SHORT_ROWS, WIDE_RUNS
 from tritondt.kernels.gpu.tuning import Choice
+from tritondt.kernels.signals import SlotTensors
 
 TILES_BIT = tl.constexpr(1 << box_table.TILES)
 WIDE = tl.constexpr(WIDE_RUNS)
@@ -47,8 +50,7 @@ class DeviceCopyTable(DeviceTable):
 
     A box need not be aligned to its itemsize. With `is_aligned` every tensor is promised to start at a multiple of
     16 bytes, and one that does not is refused; without, each is taken as it is. `max_ctas` bounds how much of the
-    device a copy takes; `choice` replaces what tuning.json says. `gate` is the address of an int64 on the device: where
-    that is not 0 a run does nothing.
+    device a copy takes; `choice` replaces what tuning.json says. `slots` are tensors that are peers' slots.
     """
 
     def __init__(
@@ -59,18 +61,19 @@ class DeviceCopyTable(DeviceTable):
         is_aligned: bool = False,
         max_ctas: int | None = None,
         choice: Choice | None = None,
-        gate: int | None = None,
+        slots: SlotTensors | None = None,
     ) -> None:
         nests = [copy_nest(position, box) for position, box in enumerate(boxes)]
         self._num_bytes = sum(nest.num_bytes for nest in nests)
         super().__init__(
-            copies(gate),
+            copies() if slots is None else slot_copies(),
             [coalesce(nest) for nest in nests if nest.num_bytes],
             torch.device(device),
             sides=Sides(),
             is_aligned=is_aligned,
             choice=choice,
             max_ctas=max_ctas,
+            slots=slots,
         )
 
     @property
@@ -88,10 +91,17 @@ class DeviceCopyTable(DeviceTable):
         return [*gathered, *super().all_pieces(left)]
 
 
-def copies(gate: int | None = None) -> Kernel:
-    """The kernel of all copies, or the one of those behind a gate."""
-    function, further = (copy_kernel, ()) if gate is None else (gated_copy_kernel, (gate,))
-    return Kernel(function, "copy", further, {"IS_BOUNDED": True}, {}, (WIDE_RUNS, SHORT_ROWS, COPY_RUNS, ALL_TILES))
+_CLASSES = (WIDE_RUNS, SHORT_ROWS, COPY_RUNS, ALL_TILES)
+
+
+def copies() -> Kernel:
+    """The kernel of all copies."""
+    return Kernel(copy_kernel, "copy", (), {"IS_BOUNDED": True}, {}, _CLASSES)
+
+
+def slot_copies() -> Kernel:
+    """The kernel of copies to peers' slots and from them."""
+    return Kernel(slot_copy_kernel, "copy", (), {}, {}, _CLASSES)
 
 
 def copy_boxes(
@@ -147,11 +157,11 @@ def copy_kernel(
     )
 
 
-@triton.jit(do_not_specialize=("gate", "num_walks", "num_bisections", "num_tiles"))
-def gated_copy_kernel(
+@triton.jit(do_not_specialize=("num_cells", "num_walks", "num_bisections", "num_tiles"))
+def slot_copy_kernel(
     table,
     pointers,
-    gate,
+    num_cells,
     num_walks,
     num_bisections,
     num_tiles,
@@ -159,14 +169,18 @@ def gated_copy_kernel(
     NUM_DIMS: tl.constexpr,
     MODES: tl.constexpr,
     BLOCK: tl.constexpr,
-    IS_BOUNDED: tl.constexpr,
+    NUM_LANES: tl.constexpr,
+    BY_STORE: tl.constexpr,
 ):
-    """Does what `copy_kernel` does where the int64 at the address `gate` is 0, and nothing elsewhere."""
-    if tl.load(gate.to(tl.int64).to(tl.pointer_type(tl.int64))) == 0:
+    """Awaits peers, does what `copy_kernel` does, and publishes; `num_cells` of `table` are before the signals."""
+    signals = table + num_cells
+    if slots_are_ready(signals, NUM_POINTERS, NUM_LANES, BY_STORE):
         _copy_tiles(
-            *(table, pointers, num_walks, num_bisections, num_tiles),
-            *(NUM_POINTERS, NUM_DIMS, MODES, BLOCK, IS_BOUNDED),
+            # The compiler knows no starred tuples.
+            *(table, pointers + (signals + SIGNALS_HEAD,), num_walks, num_bisections, num_tiles),  # noqa: RUF005
+            *(NUM_POINTERS, NUM_DIMS, MODES, BLOCK, True),
         )
+    publish_slots(signals, NUM_POINTERS, NUM_LANES, BY_STORE)
 
 
 @triton.jit

@@ -18,8 +18,10 @@ from tritondt.kernels.gpu.box_table import BoxTable, Pointer, box_table, by_poin
 from tritondt.kernels.gpu.loop_nest import LoopNest
 from tritondt.kernels.gpu.pieces import WIDEST, Piece
 from tritondt.kernels.gpu.side_by_side import Started
+from tritondt.kernels.gpu.signals import MOST_PROGRAMS, num_lanes, signal_cells
 from tritondt.kernels.gpu.specialization import DIMS, POINTERS, class_of, compiler_options, few_dims, rounded_up
 from tritondt.kernels.gpu.tuning import DEFAULT, Choice, choose
+from tritondt.kernels.signals import SlotTensors, check_slots
 
 # Stands for a pointer when a kernel is compiled: 64 bits wide, and of no alignment that could be assumed.
 _ANY_ADDRESS = (1 << 40) + 1
@@ -42,6 +44,11 @@ class Kernel(NamedTuple):
     options: Mapping[str, Any]
     modes: tuple[int, ...]
     width: int = WIDEST
+
+    def with_signals(self, num_cells: int, num_lanes: int, *, by_store: bool) -> "Kernel":
+        """The kernel of a table whose cells have signals behind them, with so many lanes for peers."""
+        constants = {**self.constants, "NUM_LANES": num_lanes, "BY_STORE": by_store}
+        return self._replace(arguments=(num_cells, *self.arguments), constants=constants)
 
 
 # The tensor that holds the scales of boxes: a source of its own. Its offset in a nest counts bytes.
@@ -105,9 +112,15 @@ _IN_GRAPHS: set["Shared"] = set()
 
 
 class Shared:
-    """Numbers on a device that launches read on any stream, and graphs of them whenever they are replayed."""
+    """Numbers on a device that launches read on any stream, and graphs of them whenever they are replayed.
 
-    def __init__(self, numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    It holds `slots`, whose stop words the launches read.
+    """
+
+    def __init__(
+        self, numbers: Sequence[int], dtype: torch.dtype, device: torch.device, slots: SlotTensors | None = None
+    ) -> None:
+        self._slots = slots
         self.values = torch.tensor(numbers, dtype=dtype).to(device)
         self._number = self.values.device.index  # torch makes an object for every question
         self._streams: set[int] = set()
@@ -130,9 +143,17 @@ class Launch(Started):
     """One table on its device and the kernel compiled for it."""
 
     def __init__(
-        self, kernel: Kernel, table: BoxTable, places: Sequence[int], device: torch.device, choice: Choice
+        self,
+        kernel: Kernel,
+        table: BoxTable,
+        places: Sequence[int],
+        device: torch.device,
+        choice: Choice,
+        signals: Sequence[int] = (),
+        slots: SlotTensors | None = None,
     ) -> None:
-        self._cells = Shared(table.cells, torch.int64, device)
+        """`signals` are those of `slots`, for the kernels that have them."""
+        self._cells = Shared([*table.cells, *signals], torch.int64, device, slots)
         self._device = device if device.type == "cuda" else None
         num_pointers = rounded_up(len(places), POINTERS)
         self._pointers_of = itemgetter(*places, *[places[0]] * (num_pointers - len(places)))
@@ -170,7 +191,12 @@ class DeviceTable(ABC):
         is_aligned: bool,
         choice: Choice | None,
         max_ctas: int | None,
+        slots: SlotTensors | None = None,
     ) -> None:
+        if slots is not None:
+            check_slots(slots)
+            assert nests, "tables of slots move something, since peers wait for their launches"
+        self._slots = slots
         self._device = resolved(device, kernel.function)
         self._number = self._device.index if self._device.type == "cuda" else None
         self._kernel, self.nests = kernel, tuple(nests)
@@ -284,9 +310,14 @@ class DeviceTable(ABC):
         ]
         places = {pointer: place for place, pointer in enumerate(self._used)}
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            groups = by_pointers(self.all_pieces(shifted))
             launches = tuple(
-                self._launch(pointers, pieces, [places[pointer] for pointer in pointers])
-                for pointers, pieces in by_pointers(self.all_pieces(shifted))
+                self._launch(
+                    *(pointers, pieces, [places[pointer] for pointer in pointers]),
+                    awaits=number == 0,
+                    publishes=number == len(groups) - 1,
+                )
+                for number, (pointers, pieces) in enumerate(groups)
             )
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # other streams may run it next
@@ -304,12 +335,31 @@ class DeviceTable(ABC):
             found += pieces if num_dims <= DIMS[0] else self.pieces(few_dims(nest, num_dims))
         return found
 
-    def _launch(self, pointers: Sequence[Pointer], pieces: Sequence[Piece], places: Sequence[int]) -> Launch:
+    def _launch(
+        self,
+        pointers: Sequence[Pointer],
+        pieces: Sequence[Piece],
+        places: Sequence[int],
+        *,
+        awaits: bool,
+        publishes: bool,
+    ) -> Launch:
         num_dims = rounded_up(max(len(piece.lengths) for piece in pieces), DIMS)
         choice = self._choice or self._tuned(num_dims)
         if self._max_ctas is not None:
             choice = choice._replace(max_ctas=min(choice.max_ctas, self._max_ctas))
-        return Launch(self._kernel, box_table(pointers, pieces, choice.block, num_dims), places, self._device, choice)
+        table = box_table(pointers, pieces, choice.block, num_dims)
+        if self._slots is None:
+            return Launch(self._kernel, table, places, self._device, choice)
+        choice = choice._replace(max_ctas=min(choice.max_ctas, MOST_PROGRAMS))
+        numbers = [(pointer.is_target, pointer.tensor) for pointer in pointers]
+        num_pointers = rounded_up(len(places), POINTERS)
+        cells = signal_cells(self._slots, numbers, num_pointers, awaits=awaits, publishes=publishes)
+        # The interpreter takes no PTX; to memory of the host an exchange is the same.
+        by_store = self._slots.signals.by_store and self._number is not None
+        lanes = num_lanes(len(self._slots.signals.peers), choice.num_warps)
+        kernel = self._kernel.with_signals(len(table.cells), lanes, by_store=by_store)
+        return Launch(kernel, table, places, self._device, choice, cells, self._slots)
 
     def _tuned(self, num_dims: int) -> Choice:
         """Tuned choice for the widest units: all widths are in one kernel."""

@@ -69,6 +69,9 @@ def address_at(pointers, cells, NUM_POINTERS: tl.constexpr):
     address = pointers[0]
     for other in tl.static_range(1, NUM_POINTERS):
         address = tl.where(number == other, pointers[other], address)
+    if len(pointers) > NUM_POINTERS:  # behind the pointers, where the bytes are to be added to those of slots
+        added = tl.load(pointers[NUM_POINTERS] + number)
+        address += tl.load(added.to(tl.pointer_type(tl.int64)), mask=added != 0, other=0)
     return address + tl.load(cells + 1)
 
 

@@ -24,13 +24,18 @@ from tritondt.kernels.gpu.indexing import (
 )
 from tritondt.kernels.gpu.loop_nest import LoopNest, coalesce, reduce_nest
 from tritondt.kernels.gpu.pieces import MAX_GROUPED_BYTES, WIDEST, Grain, Kind, Piece, run_pieces
+from tritondt.kernels.gpu.signals import HEAD as SIGNALS_HEAD
+from tritondt.kernels.gpu.signals import publish_slots, slots_are_ready
 from tritondt.kernels.gpu.tuning import Choice
 from tritondt.kernels.reduction_dtypes import DTYPES, find_dtype
+from tritondt.kernels.signals import SlotTensors
 
 # Slots whose loads are under way together; those that are not there are masked off.
 _UNROLL = 4
 # To take fewer than they need without a bound, 67 to 90, the assembler spills up to 112 bytes of reductions of bytes.
 _BOUND = {"maxnreg": 64}
+# A launch of slots has few programs, each of which waits in up to 80 registers.
+_SLOTS_BOUND = {"maxnreg": 96}
 # bfloat16 is read as bits: what Triton's interpreter makes of the dtype itself is cut, not rounded.
 ELEMENTS = {
     "float32": tl.float32,
@@ -53,7 +58,8 @@ TILES = tl.constexpr(box_table.TILES)
 class DeviceReduceTable(DeviceTable):
     """Boxes to reduce on a device, prepared once and run many times; the counterpart of `tritondt._C.ReduceTable`.
 
-    Tensors must be aligned to their elements; `is_aligned`, `max_ctas` and `choice` are those of DeviceCopyTable.
+    Tensors must be aligned to their elements; `is_aligned`, `max_ctas`, `choice` and `slots` are those of
+    DeviceCopyTable.
     """
 
     def __init__(
@@ -67,19 +73,21 @@ class DeviceReduceTable(DeviceTable):
         is_aligned: bool = False,
         max_ctas: int | None = None,
         choice: Choice | None = None,
+        slots: SlotTensors | None = None,
     ) -> None:
         found = find_dtype(dtype, op, divisor)
         self._grain = Grain(word=found.element_bytes, narrowest=found.itemsize)
         nests = [reduce_nest(position, box, found.itemsize) for position, box in enumerate(boxes)]
         self._num_bytes = sum(nest.num_bytes * (len(nest.operands) - 1) for nest in nests)
         super().__init__(
-            reductions(dtype, op, divisor),
+            reductions(dtype, op, divisor, is_of_slots=slots is not None),
             [coalesce(nest) for nest in nests if nest.num_bytes],
             torch.device(device),
             sides=Sides(alignments=(found.itemsize, found.itemsize)),
             is_aligned=is_aligned,
             choice=choice,
             max_ctas=max_ctas,
+            slots=slots,
         )
 
     @property
@@ -92,8 +100,8 @@ class DeviceReduceTable(DeviceTable):
         return [piece for nest in nests for piece in run_pieces(nest, self._grain)]
 
 
-def reductions(dtype: str, op: str, divisor: int = 1) -> Kernel:
-    """The kernel of all reductions of a dtype by an op, with the divisor of some."""
+def reductions(dtype: str, op: str, divisor: int = 1, *, is_of_slots: bool = False) -> Kernel:
+    """The kernel of all reductions of a dtype by an op, with the divisor of some; or of those of peers' slots."""
     found = DTYPES[dtype]
     constants = {
         "UNROLL": _UNROLL,
@@ -103,12 +111,14 @@ def reductions(dtype: str, op: str, divisor: int = 1) -> Kernel:
         "DIVIDES": op == "sum" and found.divides,
     }
     # A fused multiply-add would round a complex product once less than the reference does.
-    options = {"enable_fp_fusion": False, **({} if found.itemsize == 1 else _BOUND)}
+    bound = _SLOTS_BOUND if is_of_slots else {} if found.itemsize == 1 else _BOUND
+    options = {"enable_fp_fusion": False, **bound}
     modes = 1 << mode(Kind.RUNS, WIDEST) | 1 << mode(Kind.RUNS, found.itemsize)
     if found.itemsize <= MAX_GROUPED_BYTES:
         modes |= 1 << mode(Kind.GROUPS, found.itemsize)
     name = f"reduce {found.element_bytes}"
-    return Kernel(reduce_kernel, name, (divisor,), constants, options, (modes,))
+    function = slot_reduce_kernel if is_of_slots else reduce_kernel
+    return Kernel(function, name, (divisor,), constants, options, (modes,))
 
 
 def reduce_slots(
@@ -172,6 +182,63 @@ def reduce_kernel(
     DIVIDES: tl.constexpr,
 ):
     """Reduces tile after tile of the pieces in `table`, elements of DTYPE that are read as ELEMENT, one or two each."""
+    _reduce_tiles(
+        *(table, pointers, divisor, num_walks, num_bisections, num_tiles),
+        *(NUM_POINTERS, NUM_DIMS, MODES, BLOCK, UNROLL, ELEMENT, DTYPE, OP, DIVIDES),
+    )
+
+
+@triton.jit(do_not_specialize=("num_cells", "divisor", "num_walks", "num_bisections", "num_tiles"))
+def slot_reduce_kernel(
+    table,
+    pointers,
+    num_cells,
+    divisor,
+    num_walks,
+    num_bisections,
+    num_tiles,
+    NUM_POINTERS: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    MODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OP: tl.constexpr,
+    DIVIDES: tl.constexpr,
+    NUM_LANES: tl.constexpr,
+    BY_STORE: tl.constexpr,
+):
+    """Awaits peers, does what `reduce_kernel` does, and publishes; `num_cells` of `table` are before the signals."""
+    signals = table + num_cells
+    if slots_are_ready(signals, NUM_POINTERS, NUM_LANES, BY_STORE):
+        _reduce_tiles(
+            # The compiler knows no starred tuples.
+            *(table, pointers + (signals + SIGNALS_HEAD,), divisor, num_walks, num_bisections, num_tiles),  # noqa: RUF005
+            *(NUM_POINTERS, NUM_DIMS, MODES, BLOCK, UNROLL, ELEMENT, DTYPE, OP, DIVIDES),
+        )
+    publish_slots(signals, NUM_POINTERS, NUM_LANES, BY_STORE)
+
+
+@triton.jit
+def _reduce_tiles(
+    table,
+    pointers,
+    divisor,
+    num_walks,
+    num_bisections,
+    num_tiles,
+    NUM_POINTERS: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    MODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OP: tl.constexpr,
+    DIVIDES: tl.constexpr,
+):
+    """Reduces tile after tile, each program every so many."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         piece, own_tile, mode = find_piece(table, num_walks, num_bisections, tile, NUM_DIMS)
         later_slots = table + tl.load(piece + 7)
@@ -212,7 +279,7 @@ def _reduce_if(
         source = address_at(pointers, first, NUM_POINTERS)
         units = source_units(first + SLOT_HEAD, indices, before, NUM_DIMS)
         elements = elements_at(source, units, ELEMENT, WIDTH, IS_GROUPED)
-        total = _widen(tl.load(elements, mask=inside), DTYPE)
+        total = widened(tl.load(elements, mask=inside), DTYPE)
         for start in range(0, num_later, UNROLL):
             for step in tl.static_range(UNROLL):
                 is_there = start + step < num_later
@@ -221,18 +288,18 @@ def _reduce_if(
                 units = source_units(slot + SLOT_HEAD, indices, before, NUM_DIMS)
                 elements = elements_at(source, units, ELEMENT, WIDTH, IS_GROUPED)
                 # The comparison is for the interpreter of Triton 3.9: of the rest it makes integers, which are no mask.
-                value = _widen(tl.load(elements, mask=(inside & is_there) != 0), DTYPE)
+                value = widened(tl.load(elements, mask=(inside & is_there) != 0), DTYPE)
                 total = tl.where(is_there, _combine(total, value, OP, DTYPE), total)
         if DIVIDES:  # noqa: SIM102  one is compiled, the other runs
             if divisor != 1:
                 total = _divide(total, divisor, DTYPE)
         target = address_at(pointers, piece + 1, NUM_POINTERS)
         targets = elements_at(target, target_units(piece, indices, before, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
-        tl.store(targets, _narrow(total, DTYPE), mask=inside)
+        tl.store(targets, narrowed(total, DTYPE), mask=inside)
 
 
 @triton.jit
-def _widen(x, DTYPE: tl.constexpr):
+def widened(x, DTYPE: tl.constexpr):
     """Accumulated form of an element in memory: float32 of half types, 0 or 1 of bool."""
     if DTYPE == "bool":
         x = (x != 0).to(tl.uint8)
@@ -244,7 +311,7 @@ def _widen(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _narrow(x, DTYPE: tl.constexpr):
+def narrowed(x, DTYPE: tl.constexpr):
     """Element in memory of an accumulated one."""
     if DTYPE == "bfloat16":
         x = to_bfloat16_bits(x)

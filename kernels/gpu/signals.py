@@ -1,107 +1,125 @@
-"""Signals between GPUs of one host, published and awaited on a stream: one launch of one warp, a lane per signal.
+"""Signals between GPUs whose memory is mapped into each other: awaited and published by the launches that move data.
 
-The counts are in device memory, so that a CUDA graph that has captured the launch counts on at each replay.
+The counts are in device memory, so that a CUDA graph that has captured a launch counts on at each replay.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-from tritondt.kernels.gpu.device_table import Shared, resolved
-from tritondt.kernels.gpu.side_by_side import Started
-from tritondt.kernels.signals import Signal, Stop, check_signals
+from tritondt.kernels.signals import FINGERPRINT_BITS, PeerSlots, SlotTensors
 
-# One program: who awaits must not wait for programs that have no place to run. One warp: nothing is to be shared.
-_GRID = (1, 1, 1)
-_NUM_WARPS = 1
-_FEWEST_LANES = 32
 # Whether a stop is asked for lies in the host's memory, from where it takes about a microsecond: between two readings
 # what is awaited is looked at so often.
 TURNS = tl.constexpr(64)
-# Numbers in a signal's row: its word, its counter, its step.
-ROW = tl.constexpr(len(Signal._fields))
+# Numbers before those of the pointers, and of a peer.
+HEAD = tl.constexpr(11)
+ROW = tl.constexpr(len(PeerSlots._fields))
+COUNT_BITS = tl.constexpr(FINGERPRINT_BITS)
+# Programs that wait keep their place on the GPU, and all of a launch wait for peers. So many, one for each of a quarter
+# of an H100's processors, leave the others to whatever a peer may be waiting for; it is the most that NCCL takes, too.
+MOST_PROGRAMS = 32
+# Lanes of a warp, for each of which a peer is looked at.
+_WARP = 32
 
 
-class DeviceSignals(Started):
-    """Signals on a device, prepared once and run many times; the counterpart of HostSignals.
+def num_lanes(num_peers: int, num_warps: int) -> int:
+    """Lanes of a launch's words: one for each thread at least, so that no word is published by two of them.
 
-    Arguments and errors are those of `tritondt.kernels.signals.signal_table`; ValueError too for tensors on the CPU
-    outside of Triton's interpreter. A run is one launch, and uploads and allocates nothing.
+    >>> num_lanes(7, 4), num_lanes(130, 4)
+    (128, 256)
     """
-
-    def __init__(
-        self,
-        published: Sequence[Signal],
-        awaited: Sequence[Signal],
-        fingerprint: int,
-        stop: Stop,
-        device: torch.device | str,
-        by_store: bool = False,
-    ) -> None:
-        check_signals(published, awaited, fingerprint, stop)
-        block = triton.next_power_of_2(max(_FEWEST_LANES, len(published), len(awaited)))
-        # Triton has 64 bits for an argument of 2**31, and a kernel of its own: it is given all as signed numbers.
-        signed = fingerprint - (fingerprint >> 31 << 32)
-        self._device = resolved(torch.device(device), signal_kernel)
-        self._number = self._device.index if self._device.type == "cuda" else None
-        # The interpreter takes no PTX; to memory of the host an exchange is the same.
-        further = (signed, len(published), len(awaited), block, by_store and self._number is not None)
-        self._rows = _Rows([number for signal in (*published, *awaited) for number in signal], stop, self._device)
-        if self._number is None:
-            self._arguments: tuple[Any, ...] = (self._rows.values, stop.asked, stop.met, *further)
-            self._compile(further)
-            return
-        self._arguments = (self._rows.values.data_ptr(), stop.asked.data_ptr(), stop.met.data_ptr(), *further)
-        with torch.cuda.device(self._device):
-            self._compile(further)
-        torch.cuda.current_stream(self._device).synchronize()  # other streams may run it next
-
-    def run(self) -> None:
-        """Launches on the device's current stream."""
-        if self._number is None:
-            self._start(self._arguments, None)
-        elif torch._C._cuda_getDevice() != self._number:
-            with torch.cuda.device(self._device):
-                self._start(self._arguments, self._rows.read_by_current_stream())
-        else:
-            self._start(self._arguments, self._rows.read_by_current_stream())
-
-    def _compile(self, further: tuple[int, ...]) -> None:
-        """Compiles for the current device."""
-        tensors = self._rows.values, torch.int32, torch.int64
-        compiled = signal_kernel.warmup(*tensors, *further, grid=_GRID, num_warps=_NUM_WARPS)
-        self._prepare(signal_kernel, compiled, _GRID)
+    lanes: int = triton.next_power_of_2(max(_WARP * num_warps, num_peers))
+    return lanes
 
 
-class _Rows(Shared):
-    """Rows of signals, and the stop words, which stay as long as they do."""
+def signal_cells(
+    slots: SlotTensors, pointers: Sequence[tuple[bool, int]], num_pointers: int, *, awaits: bool, publishes: bool
+) -> list[int]:
+    """Numbers that a launch of a table reads behind the table's own.
 
-    def __init__(self, numbers: Sequence[int], stop: Stop, device: torch.device) -> None:
-        super().__init__(numbers, torch.int64, device)
-        self.stop = stop
+    `pointers` are those of the launch, as whether each is of a target and which; the kernel takes `num_pointers`. To
+    those of slots belongs the address of the bytes to be added, to others 0.
+    """
+    signals = slots.signals
+    offsets = dict(zip(slots.tensors, (peer.counter + 8 for peer in signals.peers), strict=True))
+    added = [offsets.get(number, 0) if is_target == slots.are_targets else 0 for is_target, number in pointers]
+    stop, num_peers = signals.stop, len(signals.peers)
+    return [
+        *(stop.asked.data_ptr(), stop.met.data_ptr(), signals.num_ended),
+        *(signals.awaited, signals.published, signals.lag, signals.num_slots, signals.slot_bytes, signals.word_bytes),
+        *(num_peers * (awaits and slots.awaits), num_peers * (publishes and slots.publishes)),
+        *(added + [0] * (num_pointers - len(added))),
+        *(number for peer in signals.peers for number in peer),
+    ]
 
 
-# As of the stop words, which need not start at a multiple of 16, nothing is to be assumed of the numbers.
-@triton.jit(do_not_specialize=("asked", "met", "fingerprint", "num_published", "num_awaited"))
-def signal_kernel(
-    rows,
-    asked,
-    met,
-    fingerprint,
-    num_published,
-    num_awaited,
-    BLOCK: tl.constexpr,
-    BY_STORE: tl.constexpr,
-):
-    """Publishes the signals of the first rows, then awaits those of the others; up to BLOCK each."""
-    low = fingerprint.to(tl.uint32).to(tl.int64)
-    publish_rows(rows, met, low, num_published, BLOCK, BY_STORE)
-    # What one lane has counted another may await.
-    tl.debug_barrier()
-    await_rows(rows + num_published * ROW, asked, met, low, num_awaited, BLOCK, BY_STORE)
+@triton.jit
+def slots_are_ready(signals, NUM_POINTERS: tl.constexpr, NUM_LANES: tl.constexpr, BY_STORE: tl.constexpr):
+    """Waits until the slots of a launch may be moved, and returns 1; 0 where a wait is stopped, or was before.
+
+    Each program waits for itself. Its threads then see all that the peers did before they published: the writes of
+    what is to be read, or the reads of what is to be written over.
+    """
+    met = tl.load(signals + 1).to(tl.pointer_type(tl.int64))
+    is_ready = tl.load(met) == 0
+    num_awaited = tl.load(signals + 9).to(tl.int32)
+    if is_ready & (num_awaited > 0):
+        lanes = tl.arange(0, NUM_LANES)
+        inside = lanes < num_awaited
+        peers = signals + HEAD + NUM_POINTERS + lanes * ROW
+        counts, places = _turns(signals, peers, inside)
+        words = tl.load(peers, mask=inside, other=0) + places
+        contents = (tl.maximum(counts + 1 - tl.load(signals + 5), 0) << COUNT_BITS) | tl.load(signals + 3)
+        asked = tl.load(signals).to(tl.pointer_type(tl.int32))
+        missing = await_all(words.to(tl.pointer_type(tl.int64)), contents, inside, asked, BY_STORE)
+        is_ready = missing == 0
+        if missing > 0:
+            tl.store(met, 1)
+    return is_ready
+
+
+@triton.jit
+def publish_slots(signals, NUM_POINTERS: tl.constexpr, NUM_LANES: tl.constexpr, BY_STORE: tl.constexpr):
+    """Has the last program of a launch publish that its slots are moved; nothing where a wait was stopped.
+
+    The order of memory, by the names of PTX: what a program's threads have moved is before its bar.sync, which is
+    before its atom.acq_rel.gpu of the count of programs. The last program's atom.acq_rel.gpu reads what those of all
+    others wrote, so that what they moved is before its bar.sync, and that before the atom.release.sys, or
+    st.release.sys, of each word. A peer reads the word by atom.acquire.sys, or ld.acquire.sys, and its bar.sync lets
+    its other threads see the same. Each pair has a scope with both of its threads, and causality order is made of such
+    pairs whatever their scopes, so that no fence.acq_rel.sys is needed in every program.
+
+    The count is 0 again when the launch ends: launches of one stream, and replays of graphs, begin with 0.
+    """
+    num_published = tl.load(signals + 10).to(tl.int32)
+    if num_published > 0:
+        ended = tl.load(signals + 2).to(tl.pointer_type(tl.int32))
+        tl.debug_barrier()
+        before = tl.atomic_add(ended, 1, sem="acq_rel", scope="gpu")
+        if before == tl.num_programs(0) - 1:
+            tl.store(ended, 0)
+            lanes = tl.arange(0, NUM_LANES)
+            is_open = tl.load(tl.load(signals + 1).to(tl.pointer_type(tl.int64))) == 0
+            inside = (lanes < num_published) & is_open
+            peers = signals + HEAD + NUM_POINTERS + lanes * ROW
+            counts, places = _turns(signals, peers, inside)
+            counters = tl.load(peers + 2, mask=inside, other=0).to(tl.pointer_type(tl.int64))
+            next_offsets = ((counts + 1) & (tl.load(signals + 6) - 1)) * tl.load(signals + 7)
+            tl.store(counters, counts + 1, mask=inside)
+            tl.store(counters + 1, next_offsets, mask=inside)
+            words = tl.load(peers + 1, mask=inside, other=0) + places
+            contents = ((counts + 1) << COUNT_BITS) | tl.load(signals + 4)
+            publish(words.to(tl.pointer_type(tl.int64)), contents, inside, BY_STORE)
+
+
+@triton.jit
+def _turns(signals, peers, inside):
+    """Each lane's count of messages, and the bytes between its first word and that of the slot whose turn it is."""
+    counters = tl.load(peers + 2, mask=inside, other=0).to(tl.pointer_type(tl.int64))
+    counts = tl.load(counters, mask=inside, other=0)
+    return counts, (counts & (tl.load(signals + 6) - 1)) * tl.load(signals + 8)
 
 
 @triton.jit
@@ -188,47 +206,6 @@ def await_all(words, contents, inside, asked, BY_STORE: tl.constexpr = False):
     # What one thread has acquired the others may read.
     tl.debug_barrier()
     return missing
-
-
-@triton.jit
-def publish_rows(rows, met, low, count, BLOCK: tl.constexpr, BY_STORE: tl.constexpr):
-    """Writes the next count of each row's counter to the counter and, above `low`, to the word.
-
-    Nothing where a wait of this rank was stopped before: what would be told of is not right.
-
-    The release is at system scope, for peers on other devices: it covers what earlier launches of the stream wrote, as
-    they had ended when this one began.
-    """
-    lanes = tl.arange(0, BLOCK)
-    inside = lanes < count
-    words, counters, nexts = _row_of_lane(rows, lanes, inside)
-    inside &= tl.load(met) == 0
-    tl.store(counters, nexts, mask=inside)
-    publish(words, (nexts << 32) | low, inside, BY_STORE)
-
-
-@triton.jit
-def await_rows(rows, asked, met, low, count, BLOCK: tl.constexpr, BY_STORE: tl.constexpr):
-    """Waits until each row's word is the next count of its counter, above `low`; then the counters go on by one step.
-
-    Where a stop is asked for while one is missing, it ends within some turns, notes so, and the counters stay.
-    """
-    lanes = tl.arange(0, BLOCK)
-    inside = lanes < count
-    words, counters, nexts = _row_of_lane(rows, lanes, inside)
-    missing = await_all(words, (nexts << 32) | low, inside, asked, BY_STORE)
-    tl.store(counters, nexts, mask=inside & (missing == 0))
-    tl.store(met + lanes * 0, (lanes + 1).to(tl.int64), mask=(lanes == 0) & (missing > 0))
-
-
-@triton.jit
-def _row_of_lane(rows, lanes, inside):
-    """Pointers to each lane's word and counter, and the counter's next value."""
-    row = rows + lanes * ROW
-    words = tl.load(row, mask=inside, other=0).to(tl.pointer_type(tl.int64))
-    counters = tl.load(row + 1, mask=inside, other=0).to(tl.pointer_type(tl.int64))
-    steps = tl.load(row + 2, mask=inside, other=0)
-    return words, counters, tl.load(counters, mask=inside, other=0) + steps
 
 
 @triton.jit

@@ -51,12 +51,12 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Two blocks; the table of tokens is the head's weight where it is `tied`."""
+    """Some blocks; the table of tokens is the head's weight where it is `tied`."""
 
-    def __init__(self, heads: int = 6, key_heads: int = 2, *, tied: bool = False) -> None:
+    def __init__(self, heads: int = 6, key_heads: int = 2, *, length: int = 2, tied: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([LlamaBlock(heads, key_heads) for _ in range(2)])
+        self.blocks = nn.ModuleList([LlamaBlock(heads, key_heads) for _ in range(length)])
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embed.weight
@@ -115,9 +115,82 @@ class Pictures(nn.Module):
         return cast(Tensor, self.rest(self.norm(x).mean((2, 3))))
 
 
+class DroppingBlock(nn.Module):
+    """A block that hands its sum on in a tuple, and draws random numbers for it where it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = OwnNorm(), nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, scale: float) -> tuple[Tensor, float]:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x))))) * scale, scale
+
+
+class OwnNorm(nn.Module):
+    """A norm as people write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).type_as(x)
+
+
+class BlocksInTuples(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([DroppingBlock() for _ in range(3)]).eval()
+        self.head = nn.Linear(WIDTH, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, _ = block(x, 0.5)
+        return cast(Tensor, self.head(x))
+
+
+class NormLast(nn.Module):
+    """A block as BERT's: what is read beside its sums is not normalized before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH)
+        self.norm: nn.Module = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.norm(x + self.down(F.gelu(self.up(x)))))
+
+
+class NormsLast(nn.Sequential):
+    """A list whose class makes its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(*(NormLast() for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, super().forward(x))
+
+
+class Running(nn.Module):
+    """A layer whose positions know of those before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1) * self.weight
+
+
 def tokens_of(part: int = 0, length: int = LENGTH) -> Tensor:
     """Tokens of one rank of the data axis, of shape (2, length)."""
     return torch.randint(VOCABULARY, (2, length), generator=torch.Generator().manual_seed(part))
+
+
+def features_of(part: int = 0, length: int = LENGTH) -> Tensor:
+    """Features of one rank of the data axis, of shape (2, length, WIDTH)."""
+    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(part))
 
 
 def pictures_of(part: int = 0) -> Tensor:

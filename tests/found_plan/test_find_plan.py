@@ -1,6 +1,7 @@
 """find_plan by itself: choices against all there are, refusals with their sentences, and no memory taken."""
 
 import logging
+import re
 from io import StringIO
 from itertools import combinations
 from random import Random
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tritondt as T
-from tests.found_plan.models import Llama
+from tests.found_plan.models import Llama, NormLast, Running
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.errors import ArgumentError, MeshError, ParallelizeError
 from tritondt.found_plan import FoundPlan, find_plan
@@ -120,9 +121,9 @@ def test_values_that_are_not_known(options, sentence):
 def test_memory_that_no_plan_keeps_within_names_the_nearest_and_what_it_lacks():
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     free = find_plan(model, {"tp": 2}, torch.ones(4, 8), objective="memory")
-    assert find_plan(model, {"tp": 2}, torch.ones(4, 8), memory_bytes=free.step.memory.total).step == free.step
-    with pytest.raises(ParallelizeError, match=rf"the nearest needs {free.step.memory.total:,}, 1 more: parameters "):
-        find_plan(model, {"tp": 2}, torch.ones(4, 8), memory_bytes=free.step.memory.total - 1)
+    assert find_plan(model, {"tp": 2}, torch.ones(4, 8), memory_bytes=free.step.memory.most).step == free.step
+    with pytest.raises(ParallelizeError, match=rf"the nearest needs {free.step.memory.most:,}, 1 more: parameters "):
+        find_plan(model, {"tp": 2}, torch.ones(4, 8), memory_bytes=free.step.memory.most - 1)
 
 
 def test_a_plan_is_applied_to_the_mesh_that_it_was_found_for():
@@ -140,6 +141,35 @@ def test_an_axis_that_no_layer_can_use_and_one_that_none_is_worth():
     plan = find_plan(Dropping(), {"tp": 2}, torch.ones(4, 8))
     assert plan.code == "# the model stays as it is"
     assert "nothing is cut over tp, whose ranks all compute the same: each of the 5 cuts that run would" in str(plan)
+
+
+class Summing(NormLast):
+    """A block whose norm reads the positions before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Running()
+
+
+class WithScale(NormLast):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sentence"),
+    [
+        ((Summing, Summing), r"parts of \* sequences stay whole: 0\.norm is no layer that treats every position by"),
+        ((WithScale, WithScale), "stay whole: it has parameters of its own beside those of its layers"),
+        ((NormLast, WithScale, NormLast, WithScale), "stay whole: its list has blocks of several kinds"),
+    ],
+)
+def test_blocks_whose_sequences_stay_whole_say_why(kinds, sentence):
+    model = nn.Sequential(*(kind() for kind in kinds))
+    plan = find_plan(model, {"tp": 2}, torch.ones(2, 6, 24), objective="memory")
+    assert not any("sequence" in part.layout for part in plan.parts)
+    assert any(re.search(sentence, note) for note in plan.notes), plan.notes
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", '{"format": 2}', "no JSON"])

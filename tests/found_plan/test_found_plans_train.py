@@ -10,7 +10,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import tritondt as T
-from tests.found_plan.models import Llama, Pictures, Scaled, WrittenOut, pictures_of, seeded, tokens_of
+from tests.found_plan.models import (
+    BlocksInTuples,
+    Llama,
+    NormsLast,
+    Pictures,
+    Scaled,
+    WrittenOut,
+    features_of,
+    pictures_of,
+    seeded,
+    tokens_of,
+)
 from tritondt.cli.demo.model import GPT, Model
 from tritondt.comm import world
 from tritondt.comm.transports.threads import run_ranks
@@ -118,22 +129,45 @@ def test_six_heads_and_uneven_features_over_four_ranks():
     plan = check(gpt, gpt_inputs, {"tp": 4}, objective="memory")
     found = styles(plan)
     assert found["blocks.*.attention.qkv"] == "ColwiseParallel(unit=4, repeats=3, balanced=True)"
-    assert found["blocks.*.attention.wo"] == "RowwiseParallel(unit=4, balanced=True)"
+    scattered = "output_layouts=Shard(1), use_local_output=False"
+    assert found["blocks.*.attention.wo"] == f"RowwiseParallel(unit=4, balanced=True, {scattered})"
     assert found["blocks.*.mlp.up"] == "ColwiseParallel(balanced=True)"
     assert not plan.laid_out.replicates_plain
 
 
 def test_fewer_key_heads_than_ranks_a_norm_of_heads_and_a_shared_table_over_two_axes():
-    plan = check(partial(Llama, tied=True), by_tokens, {"dp": 2, "tp": 3}, objective="memory")
+    plan = check(partial(Llama, tied=True), by_tokens, {"dp": 2, "tp": 3})
     found = styles(plan)
     assert found["blocks.*.attention.wq"] == "ColwiseParallel(unit=4, groups=2)"
     assert found["blocks.*.attention.wk"] == "KeyValueParallel(unit=4)"
     assert found["blocks.*.attention.query_norm"] == "ReplicateParallel(input_layouts=Shard(0))"
     # Whose output three projections share, so that their gradients are summed over the ranks at once.
     assert found["blocks.*.attention_norm"] == "ReplicateParallel(use_local_output=False)"
+    assert plan.laid_out.sharded == ("blocks.*",)
+
+
+def test_sequences_are_cut_between_the_parts_of_blocks_unevenly_too():
+    make, sizes = partial(Llama, 6, 2, length=3, tied=True), {"tp": 4}
+    plan = check(make, by_tokens, sizes, objective="memory")
+    found = styles(plan)
+    scattered = "output_layouts=Shard(1), use_local_output=False"
+    assert found["blocks.0"] == (
+        "PrepareModuleInput(input_layouts=(Replicate(), None), desired_input_layouts=(Shard(1), None))"
+    )
+    assert found["blocks.2"] == "PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())"
+    assert found["blocks.*.norm"] == "SequenceParallel(output_layouts=Replicate())"
+    assert found["blocks.*.mlp.down"] == f"RowwiseParallel(balanced=True, {scattered})"
     assert found["embed"] == "RowwiseParallel(balanced=True)"
     assert found["head"] == "ColwiseParallel(balanced=True, output_layouts=Replicate())"
-    assert plan.laid_out.sharded == ("blocks.*",)
+    whole = find_plan(seeded(make), sizes, by_tokens(0), costs=CostTable(flop_rate=1e8))
+    assert "blocks.0" not in styles(whole)
+    assert plan.step.memory.activations < 0.8 * whole.step.memory.activations
+
+
+@pytest.mark.parametrize("kind", [BlocksInTuples, NormsLast], ids=lambda kind: kind.__name__)
+def test_sequences_of_blocks_that(kind):
+    plan = check(kind, lambda part: {"x": features_of(part)}, {"tp": 2}, objective="memory")
+    assert any("cut the sequence, dim 1" in part.layout for part in plan.parts), plan
 
 
 @pytest.mark.extended

@@ -83,8 +83,8 @@ def test_bad_input_is_refused_by_all_ranks_alike() -> None:
             "shards stay on the device of the mesh",
         ),
         (
-            lambda rank: fully_shard(nn.Linear(2, 2), mesh=T.Mesh((4,)), reshard_after_forward=2),
-            "allowed are True, False and None",
+            lambda rank: fully_shard(nn.Linear(2, 2), mesh=T.Mesh((4,)), reshard_after_forward=3),
+            "allowed are True, False, None, and a divisor of 4",
         ),
         (
             lambda rank: fully_shard(nn.Linear(2, 2), mesh=T.Mesh((4,)), shard_placement_fn=lambda _: T.Replicate()),
@@ -97,3 +97,27 @@ def test_bad_input_is_refused_by_all_ranks_alike() -> None:
     ]
     for call, text in cases:
         assert text in refused(call)[0], refused(call)[0]
+
+
+@pytest.mark.parametrize("dims", [DataAxes("c", "a"), DataAxes(("b", "c"), "a")], ids=["one axis", "two axes"])
+def test_a_shard_that_one_rank_has_freed_is_heard_of_by_all_that_gather_it(dims: DataAxes) -> None:
+    shape = (2, 2, 2) if len(dims.shard) == 2 else (2, 1, 2)
+    num_ranks = torch.Size(shape).numel()
+
+    def body(rank: int) -> str:
+        layer: Any = nn.Linear(3, 5)
+        fully_shard(layer, mesh=T.Mesh(shape, ("a", "b", "c")), dp_mesh_dims=dims)
+        if rank == 1:
+            layer.weight.to_local().untyped_storage().resize_(0)
+        try:
+            layer(torch.ones(1, 3))
+        except T.TritondtError as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    found = run_ranks(num_ranks, body)
+    assert found[1].startswith("LocalTensorError: a gather of fully_shard got a tensor of ")
+    for rank, text in enumerate(found):
+        is_replica = rank >= num_ranks // 2  # which needs nothing of rank 1, and may have ended before it hears
+        if rank != 1 and not (is_replica and text == "no error"):
+            assert text.startswith(f"RefusalError: rank 1 failed while rank {rank} waited for"), text

@@ -241,7 +241,8 @@ class FaultySlots:
 
     def _faulty(self, plan: Any, *arguments: Any) -> None:
         del self._communicator._run_plan
-        struck = {"pack": plan.pack, "exchange": plan.meet, "unpack": plan.unpack or (*plan.reduces, None)[0]}
+        last = plan.unpack or (*plan.reduces, plan.pack)[0]
+        struck = {"pack": plan.pack, "exchange": last, "unpack": last}
 
         def launch(run: Callable[..., object], *given: Any) -> None:
             if getattr(run, "__self__", None) is struck[self._moment]:

@@ -1,14 +1,14 @@
 """The program of tests of redistributions on several hosts: what each pair moves between them, and what ranks get.
 
 It is one host, HOST_NUMBER, whose ranks it forks: RANKS_ON_HOSTS says how many each host has ("3,5"), and PAIRS has the
-pairs as JSON: shape of the mesh, its ranks, source, target, shape of the tensor, dtype. A rank writes one line.
+pairs as JSON, the fields of `Pair`. They run one by one, and as one list. A rank writes one line.
 """
 
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +18,14 @@ import torch.distributed as dist
 import tritondt as T
 from tests.harness.two_hosts import ADDRESSES
 from tritondt.comm import world
+from tritondt.dtensor.many import redistribute_to
+from tritondt.planning.between_hosts import MeshRanks
 from tritondt.planning.planner import least_between_hosts
 from tritondt.sharding.placement import parse_placements
 
 
 class Pair(NamedTuple):
-    """A redistribution of a tensor on a mesh of some ranks."""
+    """A redistribution of a tensor on a mesh of some ranks, or from there to another mesh, where that is given."""
 
     mesh_shape: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -31,6 +33,14 @@ class Pair(NamedTuple):
     target: str
     shape: tuple[int, ...]
     dtype: str = "float32"
+    target_mesh_shape: tuple[int, ...] = ()
+    target_ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of_json(cls, fields: Sequence[Any]) -> "Pair":
+        """The pair whose fields JSON has as lists."""
+        given: list[Any] = [tuple(field) if isinstance(field, list) else field for field in fields]
+        return cls(*given)
 
     @property
     def itemsize(self) -> int:
@@ -40,25 +50,28 @@ class Pair(NamedTuple):
     def least_bytes(self, ranks_on_hosts: Sequence[int]) -> int:
         """The fewest bytes that can cross between hosts."""
         host_of = [host for host, count in enumerate(ranks_on_hosts) for _ in range(count)]
-        source, target = (
-            T.Layout(self.mesh_shape, parse_placements(text), self.shape) for text in (self.source, self.target)
-        )
-        found = least_between_hosts(source, target, tuple(host_of[rank] for rank in self.ranks))
+        source = T.Layout(self.mesh_shape, parse_placements(self.source), self.shape)
+        target = T.Layout(self.target_mesh_shape or self.mesh_shape, parse_placements(self.target), self.shape)
+        ranks = MeshRanks(self.ranks, self.target_ranks) if self.target_ranks else None
+        members = self.ranks if ranks is None else ranks.either
+        found = least_between_hosts(source, target, tuple(host_of[rank] for rank in members), ranks)
         assert found is not None, f"{self} has few items"
         return found * self.itemsize
 
     def specs(self) -> tuple[T.DTensorSpec, T.DTensorSpec]:
         """Source and target."""
         mesh = T.Mesh(self.mesh_shape, ranks=self.ranks)
+        target_mesh = T.Mesh(self.target_mesh_shape, ranks=self.target_ranks) if self.target_ranks else mesh
         meta = T.TensorMeta.contiguous(self.shape, getattr(torch, self.dtype))
-        source, target = (T.DTensorSpec(mesh, parse_placements(text), meta) for text in (self.source, self.target))
-        return source, target
+        source = T.DTensorSpec(mesh, parse_placements(self.source), meta)
+        return source, T.DTensorSpec(target_mesh, parse_placements(self.target), meta)
 
 
 def whole_numbers(spec: T.DTensorSpec) -> torch.Tensor:
     """This rank's part of a tensor: whole numbers, so that sums are the same in any order; equal on replicas."""
     coordinate = spec.mesh.coordinate
-    assert coordinate is not None, "a rank of the mesh"
+    if coordinate is None:
+        return torch.empty(0, dtype=spec.dtype)
     replicated = spec.layout.axes_where(T.Replicate)
     own = [index for axis, index in enumerate(coordinate) if axis not in replicated]
     generator = torch.Generator().manual_seed(sum(index * 17**place for place, index in enumerate(own)))
@@ -71,9 +84,20 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def redistributed(pair: Pair) -> str:
-    """Digest of this rank's part of the target; "" outside of the mesh."""
+    """Digest of this rank's part of the target; "" outside of its mesh."""
     source, target = pair.specs()
-    return "" if source.coordinate is None else digest(T.redistribute(whole_numbers(source), source, target))
+    found = T.redistribute(whole_numbers(source), source, target)
+    return "" if target.coordinate is None else digest(found)
+
+
+def redistributed_list(pairs: Sequence[Pair]) -> list[str]:
+    """Digests as of `redistributed`, of all pairs in one call."""
+    specs = [pair.specs() for pair in pairs]
+    given = [T.DTensor(whole_numbers(source), source) for source, _ in specs]
+    found = redistribute_to(given, [target for _, target in specs], bucket_bytes=None, async_op=False)
+    return [
+        "" if target.coordinate is None else digest(x.to_local()) for x, (_, target) in zip(found, specs, strict=True)
+    ]
 
 
 def sent_on_wire() -> int:
@@ -95,17 +119,17 @@ def _on_wire() -> tuple[int, int]:
 
 
 def run_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Runs all pairs twice; bytes on the wire of the second time, those of nothing at all, and digests."""
+    """Runs all pairs twice, then as a list; bytes on the wire of the second time and of the list, and digests."""
     dist.init_process_group("gloo")
     everyone = world.current().communicator(tuple(range(dist.get_world_size())))
     counted, digests, explained = list[int](), list[str](), list[str]()
 
-    def measured(pair: Pair | None) -> int:
+    def measured(run: Callable[[], object] | None) -> int:
         everyone.barrier()
         before = sent_on_wire()
         everyone.barrier()
-        if pair is not None:
-            digests.append(redistributed(pair))
+        if run is not None:
+            run()
         everyone.barrier()
         after = sent_on_wire()
         everyone.barrier()
@@ -116,9 +140,15 @@ def run_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
     for pair in pairs:
         redistributed(pair)
         source, target = pair.specs()
-        explained.append("" if source.coordinate is None else T.explain(source, target).to_json())
-        counted.append(measured(pair))
+        takes_part = source.coordinate is not None or target.coordinate is not None
+        explained.append(T.explain(source, target).to_json() if takes_part else "")
+        counted.append(measured(lambda pair=pair: digests.append(redistributed(pair))))  # type: ignore[misc]
+    listed = list[list[str]]()
+    redistributed_list(pairs)
+    sent_by_list = measured(lambda: listed.append(redistributed_list(pairs)))
+    assert listed == [digests], "a list of redistributions gives something else"
     found = {"rank": dist.get_rank(), "host": int(os.environ["HOST_NUMBER"]), "idle": idle, "sent": counted}
+    found["sent_by_list"] = sent_by_list
     T.close()
     dist.destroy_process_group()
     return {**found, "digests": digests, "explained": explained}
@@ -130,10 +160,7 @@ def run_host() -> None:
     host, count = int(os.environ["HOST_NUMBER"]), sum(ranks_on_hosts)
     os.environ.update(WORLD_SIZE=str(count), MASTER_ADDR=ADDRESSES[0], MASTER_PORT="29501")
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_on_hosts[host])
-    pairs = [
-        Pair(tuple(mesh_shape), tuple(ranks), source, target, tuple(shape), dtype)
-        for mesh_shape, ranks, source, target, shape, dtype in json.loads(os.environ["PAIRS"])
-    ]
+    pairs = [Pair.of_json(fields) for fields in json.loads(os.environ["PAIRS"])]
     first, children = sum(ranks_on_hosts[:host]), []
     for place in range(ranks_on_hosts[host]):
         child = os.fork()

@@ -43,7 +43,6 @@ def _compile(kernel: Kernel, constants: dict[str, Any], architecture: int, choic
     arguments = dict.fromkeys(function.arg_names, "i32") | {
         "table": "*i64",
         "pointers": ("i64",) * constants["NUM_POINTERS"],
-        "gate": "i64",
     }
     signature = {name: "constexpr" if name in constants else arguments[name] for name in function.arg_names}
     places = {(function.arg_names.index(name),): value for name, value in constants.items()}

@@ -16,6 +16,7 @@ from tritondt.kernels.gpu import cast_boxes, copy_boxes, device_table, fp8_table
 from tritondt.kernels.gpu.device_table import DeviceTable, Form, Kernel
 from tritondt.kernels.gpu.specialization import compiler_options
 from tritondt.kernels.scaled_tables import ScaledTable
+from tritondt.kernels.signals import SlotTensors
 from tritondt.kernels.tables import CppMaker, Table, TritonMaker
 
 _PLACES = (
@@ -53,9 +54,9 @@ class _CountedTable:
 class CountingMaker(CppMaker):
     """Tables of C++, for each of which that of a device is made too."""
 
-    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
-        counted: Any = TritonMaker().copy_table(boxes, device)
-        return _CountedTable(super().copy_table(boxes, device), counted)
+    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device, slots: SlotTensors | None = None) -> Table:
+        counted: Any = TritonMaker().copy_table(boxes, device, slots)
+        return _CountedTable(super().copy_table(boxes, device, slots), counted)
 
     def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
         counted: Any = TritonMaker().cast_table(boxes, source_dtype, target_dtype, device)
@@ -74,10 +75,16 @@ class CountingMaker(CppMaker):
         return super().dequantize_table(boxes, source_dtype, target_dtype, device)
 
     def reduce_table(
-        self, boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device
+        self,
+        boxes: Sequence[ReduceBox],
+        op: str,
+        dtype: str,
+        divisor: int,
+        device: torch.device,
+        slots: SlotTensors | None = None,
     ) -> Table:
-        counted: Any = TritonMaker().reduce_table(boxes, op, dtype, divisor, device)
-        return _CountedTable(super().reduce_table(boxes, op, dtype, divisor, device), counted)
+        counted: Any = TritonMaker().reduce_table(boxes, op, dtype, divisor, device, slots)
+        return _CountedTable(super().reduce_table(boxes, op, dtype, divisor, device, slots), counted)
 
 
 @contextmanager

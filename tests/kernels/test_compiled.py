@@ -94,18 +94,6 @@ def test_short_rows(architecture):
 
 
 @pytest.mark.parametrize("architecture", [90, 100])
-@pytest.mark.parametrize("modes", [WIDE_RUNS, COPY_RUNS, ALL_TILES])
-def test_a_gate_adds_one_load(modes, architecture):
-    """Before all others; registers are those of 4 dims."""
-    gated = compile_kernel(copies(gate=1 << 40), modes, FEW, architecture)
-    plain = compile_kernel(copies(), modes, FEW, architecture)
-    assert (gated.wide_loads, gated.wide_stores) == (plain.wide_loads, plain.wide_stores)
-    assert len(re.findall(r"ld\.global", gated.ptx)) == len(re.findall(r"ld\.global", plain.ptx)) + 1
-    assert gated.registers <= plain.registers + 8
-    assert gated.spilled_bytes <= ASSEMBLED.wide_spilled_bytes
-
-
-@pytest.mark.parametrize("architecture", [90, 100])
 @pytest.mark.parametrize("num_dims", DIMS[:2])
 def test_tiles(num_dims, architecture):
     compiled = compile_kernel(copies(), ALL_TILES, num_dims, architecture)

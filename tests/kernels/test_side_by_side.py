@@ -135,13 +135,13 @@ class TogetherMaker(tables.CppMaker):
         yield
         self._depth -= 1
 
-    def copy_table(self, boxes, device):
+    def copy_table(self, boxes, device, slots=None):
         self._count()
-        return super().copy_table(boxes, device)
+        return super().copy_table(boxes, device, slots)
 
-    def reduce_table(self, boxes, op, dtype, divisor, device):
+    def reduce_table(self, boxes, op, dtype, divisor, device, slots=None):
         self._count()
-        return super().reduce_table(boxes, op, dtype, divisor, device)
+        return super().reduce_table(boxes, op, dtype, divisor, device, slots)
 
     def _count(self) -> None:
         assert self._depth, "a table was made alone"

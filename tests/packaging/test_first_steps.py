@@ -24,7 +24,7 @@ import tritondt
 def import_in(checkout: Path, *more_folders: Path) -> str:
     """The last line that importing the package prints in a checkout that is not built; further folders of sys.path."""
     (checkout / "tritondt").mkdir(parents=True)
-    for name in ("__init__.py", "_importing.py"):
+    for name in ("__init__.py", "_importing.py", "version.py"):
         shutil.copy2(REPOSITORY / "tritondt" / name, checkout / "tritondt")
     command = [sys.executable, "-E", "-c", IMPORT, *map(str, more_folders)]
     found = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
@@ -79,6 +79,6 @@ def test_a_package_of_the_commands_that_is_missing_is_named(
 
 def test_another_module_that_is_missing_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tritondt.cli.plan", None)
-    monkeypatch.setattr(sys, "argv", ["tritondt", "plan", "--mesh=2", "--shape=4", "--from=R", "--to=S0"])
+    monkeypatch.setattr(sys, "argv", ["tritondt", "plan", "--mesh", "2", "--shape", "4", "--from", "R", "--to", "S0"])
     with pytest.raises(ModuleNotFoundError, match="tritondt"):
         run()

@@ -139,6 +139,35 @@ def test_layers_run_on_their_part_of_the_sequence(given, dim):
     compare_on_ranks(embedding, SequenceParallel(), TOKENS, S1 if given is S1 else R)
 
 
+@pytest.mark.parametrize("output", [R, S0, T.Shard(2)], ids=repr)
+@pytest.mark.parametrize("local", [False, True])
+def test_positions_go_out_in_every_layout(output, local):
+    if local and output != R:
+        return
+    for make in (lambda: nn.LayerNorm(10, dtype=torch.float64), linear, lambda: nn.Dropout(0.0)):
+        style = SequenceParallel(output_layouts=output, use_local_output=local)
+        compare_on_ranks(make, style, X, S1)
+
+
+def test_layers_that_share_gathered_positions_gather_and_scatter_once():
+    def body(rank: int) -> None:
+        mesh = T.Mesh((RANKS,))
+        model = nn.ModuleDict({"norm": nn.LayerNorm(10), "left": nn.Linear(10, 8), "right": nn.Linear(10, 8)})
+        column = ColwiseParallel(use_local_output=False)
+        plan = {"norm": SequenceParallel(output_layouts=R), "left": column, "right": column}
+        parallelize_module(model, mesh, plan)
+        x = T.distribute_tensor(torch.randn(2, RANKS, 10), mesh, [S1]).requires_grad_()
+        with CommDebugMode() as comm:
+            shared = model["norm"](x)
+            left, right = model["left"](shared), model["right"](shared)
+            (left + right).backward(torch.ones_like(left))
+        kinds = {str(kind): count.steps for kind, count in comm.by_kind().items()}
+        # Terms of the norm's own gradients are added beside them.
+        assert kinds["(S1) -> (R)"] == kinds["(P(sum)) -> (S1)"] == 1, kinds
+
+    run_ranks(RANKS, body)
+
+
 class Scale(nn.Module):
     """A layer as people write it, with a name of its own for everything."""
 

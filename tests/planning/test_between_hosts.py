@@ -1,14 +1,19 @@
 """Plans that know hosts: the fewest elements between these, counted element by element, in equal shares."""
 
 import random
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import pytest
 import torch
 
+from tests.harness.oracle.across_cases import random_across_case
+from tests.harness.oracle.cases import parsed
 from tests.harness.oracle.random_layouts import random_pair
-from tritondt.planning.between_hosts import HostStep
+from tritondt.planning.across import make_plan_across
+from tritondt.planning.between_hosts import HostStep, MeshRanks
 from tritondt.planning.cost import CostTable
+from tritondt.planning.exchange import Exchange
 from tritondt.planning.planner import between_hosts, is_near, least_between_hosts, make_plan
 from tritondt.sharding.layout import Coordinate, Layout
 from tritondt.sharding.placement import Partial, parse_placements
@@ -24,13 +29,26 @@ def elements(layout: Layout, coordinate: Coordinate) -> set[tuple[int, ...]]:
     return {index for box in layout.boxes(coordinate) for index in product(*(range(*interval) for interval in box))}
 
 
+def elements_on_hosts(layout: Layout, hosts: Sequence[int]) -> dict[int, set[tuple[int, ...]]]:
+    """Elements that each host's ranks have together; `hosts` are those of all coordinates in order."""
+    found: dict[int, set[tuple[int, ...]]] = {}
+    for host, coordinate in zip(hosts, layout.coordinates(), strict=True):
+        found.setdefault(host, set()).update(elements(layout, coordinate))
+    return found
+
+
+def check_exchanges(exchanges: Mapping[int, Exchange]) -> None:
+    """Every rank is sent what it receives."""
+    for rank, found in exchanges.items():
+        for message in found.receives:
+            back = [sent for sent in exchanges[message.peer].sends if sent.peer == rank]
+            assert [sent.parts for sent in back] == [message.parts]
+    assert sum(len(found.sends) for found in exchanges.values()) == sum(len(it.receives) for it in exchanges.values())
+
+
 def least_by_elements(source: Layout, target: Layout, hosts: tuple[int, ...]) -> int:
     """Elements that hosts lack and ranks want; with terms on one axis, the messages that bring each sum together."""
-    held: dict[int, set[tuple[int, ...]]] = {}
-    wanted: dict[int, set[tuple[int, ...]]] = {}
-    for host, coordinate in zip(hosts, source.coordinates(), strict=True):
-        held.setdefault(host, set()).update(elements(source, coordinate))
-        wanted.setdefault(host, set()).update(elements(target, coordinate))
+    held, wanted = elements_on_hosts(source, hosts), elements_on_hosts(target, hosts)
     if not source.axes_where(Partial):
         return sum(len(wanted[host] - held[host]) for host in held)
     found = 0
@@ -71,12 +89,44 @@ def test_no_random_plan_takes_more(seed: int) -> None:
     if not source.axes_where(Partial) and not target.axes_where(Partial):
         assert least == least_by_elements(source, target, hosts)
     for step in plan.steps:
-        exchanges = [step.exchange(coordinate) for coordinate in source.coordinates()]
-        for rank, found in enumerate(exchanges):
-            for message in found.receives:
-                back = [sent for sent in exchanges[message.peer].sends if sent.peer == rank]
-                assert [sent.parts for sent in back] == [message.parts]
-                assert not (isinstance(step, HostStep) and is_near(step, hosts)) or hosts[message.peer] == hosts[rank]
+        exchanges = {rank: step.exchange_of(rank) for rank in range(len(hosts))}
+        check_exchanges(exchanges)
+        if isinstance(step, HostStep) and is_near(step, hosts):
+            for rank, found in exchanges.items():
+                assert all(hosts[message.peer] == hosts[rank] for message in found.receives)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(40, 1500))]
+)
+def test_no_random_plan_between_meshes_takes_more(seed: int) -> None:
+    """Meshes that share all, some or no ranks, on up to three hosts."""
+    made, case = random.Random(seed), random_across_case(seed, 8)
+    source, target = (
+        Layout(side.mesh_shape, parsed(side.placements), case.shape, side.order) for side in (case.source, case.target)
+    )
+    ranks = MeshRanks(case.source.ranks, case.target.ranks)
+    hosts = tuple(made.randrange(3) for _ in ranks.either)
+    host_of, sides = dict(zip(ranks.either, hosts, strict=True)), (source, ranks.source, target, ranks.target)
+    plan = make_plan_across(*sides, 4, CostTable(), hosts)
+    least = least_between_hosts(source, target, hosts, ranks)
+    crossing = between_hosts(plan.steps, hosts, ranks.either)
+    assert crossing == least
+    assert crossing <= between_hosts(make_plan_across(*sides, 4, CostTable()).steps, hosts, ranks.either)
+    if not source.axes_where(Partial) and not target.axes_where(Partial):
+        held, wanted = (
+            elements_on_hosts(layout, [host_of[rank] for rank in own])
+            for layout, own in ((source, ranks.source), (target, ranks.target))
+        )
+        assert least == sum(len(elements - held.get(host, set())) for host, elements in wanted.items())
+    for step in plan.steps:
+        check_exchanges({rank: step.exchange_of(rank) for rank in ranks.either})
+        if is_near(step, hosts, ranks.either):
+            assert all(
+                host_of[message.peer] == host_of[rank]
+                for rank in ranks.either
+                for message in step.exchange_of(rank).sends
+            )
 
 
 @pytest.mark.parametrize("pair", [("S0", "R"), ("S1", "R"), ("P", "R"), ("P", "S0")], ids="->".join)

@@ -20,6 +20,7 @@ LEAVES = ("mlp", "mlp", "linear", "norm", "tied")
 CONTAINERS = ("residual", "residual", "twice", "branch", "recomputed", "recomputed reentrant", "segments")
 WRAPS = ("wrapper", "reentrant", "selective")
 HOOKS = ("scaled", "reads weights", "full", "of parameters")
+RESHARDS = (None, True, False, 2)
 UNITS = ("inside", "outside", "list")
 
 
@@ -31,7 +32,7 @@ class Node(NamedTuple):
     size: int = WIDTH
     wrap: str | None = None
     unit: str | None = None
-    reshard: bool | None = None
+    reshard: bool | int | None = None
     hook: str | None = None
     is_frozen: bool = False
 
@@ -51,7 +52,7 @@ def random_node(chosen: random.Random, depth: int) -> Node:
         chosen.randint(1, 9),
         chosen.choice(WRAPS) if chosen.random() < 0.3 else None,
         chosen.choice(UNITS) if chosen.random() < 0.5 else None,
-        chosen.choice((None, True, False)),
+        chosen.choice(RESHARDS),
         chosen.choice(HOOKS) if chosen.random() < 0.15 else None,
         chosen.random() < 0.07,
     )
@@ -124,7 +125,7 @@ class Unit(NamedTuple):
     """Modules of one call of fully_shard, and its reshard_after_forward."""
 
     modules: list[nn.Module]
-    reshard: bool | None
+    reshard: bool | int | None
 
 
 def build(node: Node, units: list[Unit]) -> nn.Module:

@@ -5,6 +5,7 @@ each step that reduces, and parameters at the end, must be those of one process 
 """
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -16,13 +17,13 @@ import torch
 from torch import nn
 
 import tritondt as T
-from tests.programs.models import WIDTH, Mlp, Node, Unit, add_hooks, build, random_node
+from tests.programs.models import RESHARDS, WIDTH, Mlp, Node, Unit, add_hooks, build, random_node
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.errors import MixedTensorsError
 from tritondt.fsdp import fully_shard
 from tritondt.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-ROWS = 12
+ROWS = 24  # for 2, 3, 4 and 8 ranks
 LOSSES = ("plain", "double", "accumulated", "retained", "penalty", "kept", "of kept", "inputs", "kept alone")
 REFUSED = "modified by an inplace operation"
 TOLERANCE = 1e-7
@@ -42,10 +43,17 @@ class World(NamedTuple):
     axes: Axes
     has_tensor_axis: bool = False
 
+    @property
+    def num_shards(self) -> int:
+        """Ranks that shard a parameter among themselves."""
+        return math.prod(self.shape["abc".index(name)] for name in self.axes.shard)
+
 
 WORLDS = (
     World((2,), Axes("a")), World((3,), Axes("a")), World((4,), Axes("a")), World((2, 2), Axes("b", "a")),
     World((2, 2), Axes(("a", "b"))), World((2, 2), Axes("a"), has_tensor_axis=True),
+    World((2, 2, 2), Axes(("b", "c"), "a")), World((2, 2, 2), Axes("b", "a"), has_tensor_axis=True),
+    World((4, 2), Axes("a"), has_tensor_axis=True),
 )  # fmt: skip
 
 
@@ -74,7 +82,7 @@ def random_program(seed: int) -> Program:
     chosen = random.Random(seed)
     world = chosen.choice(WORLDS)
     children = tuple(random_node(chosen, chosen.randint(0, 3)) for _ in range(chosen.randint(1, 3)))
-    tree = Node("residual", children, unit="outside", reshard=chosen.choice((None, True, False)))
+    tree = Node("residual", children, unit="outside", reshard=chosen.choice(RESHARDS))
     if world.has_tensor_axis:
         tree = _without(tree, "reads weights")
     steps = tuple(_random_step(chosen) for _ in range(chosen.randint(1, 4)))
@@ -204,17 +212,19 @@ def lay_out(program: Program, rank: int) -> tuple[nn.Module, int, int]:
     arguments: dict[str, Any] = {"mesh": T.Mesh(world.shape, "abc"[: len(world.shape)]), "dp_mesh_dims": world.axes}
     num_parts, part = torch.Size(world.shape).numel(), rank
     if world.has_tensor_axis:
-        first = rank // size * size
+        first, names = rank // size * size, "abc"[: len(world.shape)]
         mlps = [name for name, module in model.named_modules() if isinstance(module, Mlp)]
         plan = {f"{name}.up": ColwiseParallel() for name in mlps} | {f"{name}.down": RowwiseParallel() for name in mlps}
-        tensor_mesh = T.Mesh((size,), ("b",), ranks=range(first, first + size))
+        tensor_mesh = T.Mesh((size,), names[-1:], ranks=range(first, first + size))
         parallelize_module(model, tensor_mesh, plan, src_data_rank=None)
         num_parts, part = num_parts // size, rank // size
     if program.are_hooks_first:
         add_hooks(program.tree, model)
     sharded: Any = model
     for unit in units:
-        fully_shard(unit.modules, reshard_after_forward=unit.reshard, **arguments)
+        is_even = program.world.num_shards % 2 == 0
+        reshard = unit.reshard if is_even or unit.reshard != 2 else True
+        fully_shard(unit.modules, reshard_after_forward=reshard, **arguments)
     if program.keeps_after_backward:
         sharded.set_reshard_after_backward(False)
     if not program.are_hooks_first:

@@ -1,5 +1,6 @@
 """Redistribution between two meshes of one world: disjoint, overlapping, reordered, of another shape."""
 
+import random
 from typing import Any
 
 import pytest
@@ -18,6 +19,17 @@ CASES_PER_TEST = 10
 def test_random_pairs_of_meshes_and_layouts(chunk: int) -> None:
     first = chunk * CASES_PER_TEST
     check_across(*(random_across_case(seed, 8) for seed in range(first, first + CASES_PER_TEST)))
+
+
+@pytest.mark.in_core(1)
+@pytest.mark.in_ci(4)
+@pytest.mark.parametrize("chunk", range(100))
+def test_random_pairs_of_meshes_on_hosts(chunk: int) -> None:
+    """The same values, now and later, with gradients, and the fewest bytes between hosts."""
+    chosen = random.Random(chunk)
+    hosts = [chosen.randrange(3) for _ in range(8)]
+    first = chunk * CASES_PER_TEST
+    check_across(*(random_across_case(seed, 8) for seed in range(first, first + CASES_PER_TEST)), hosts=hosts)
 
 
 A, B = (0, 1), (3, 1, 2)  # ranks of two meshes that share rank 1; rank 4 is in neither
@@ -67,6 +79,21 @@ def test_a_chain_of_pending_tensors_across_three_meshes() -> None:
 
     for found in run_ranks(5, body):
         torch.testing.assert_close(found, FULL, rtol=0, atol=0)
+
+
+def test_explain_counts_bytes_between_the_hosts_of_two_meshes() -> None:
+    """A tensor that all 3 ranks of the other host want crosses once, and a rank in neither mesh explains the same."""
+
+    def body(rank: int) -> tuple[int, int, tuple[tuple[int, int, int], ...], list[str]]:
+        x = on((1, 0, 4), "S0")
+        target = T.DTensorSpec(T.Mesh((3,), ranks=(3, 5, 2)), [T.Replicate()], x._spec.tensor_meta)
+        found = T.explain(x._spec, target)
+        return found.received_bytes, found.far_bytes, found.between_hosts, [step.kind for step in found.steps]
+
+    found = run_ranks(7, body, hosts=(0, 0, 1, 1, 0, 1, 2))
+    assert {(between, *kinds) for _, _, between, kinds in found} == {(((0, 1, 308),), "exchange", "exchange")}
+    assert [received for received, _, _, _ in found] == [0, 0, 308, 308, 0, 308, 0]
+    assert sum(far for _, far, _, _ in found) == FULL.numel() * 4
 
 
 def test_a_wire_dtype_rounds_alike_on_both_meshes() -> None:
@@ -123,7 +150,8 @@ def test_explain_of_a_rank() -> None:
     assert " 0      0          0         0         0 " in found[4]
 
 
-def test_a_rank_that_cannot_send_is_told_of_and_the_ranks_go_on() -> None:
+@pytest.mark.parametrize("hosts", [None, (0, 0, 1, 1, 1, 0)], ids=["one host", "two hosts"])
+def test_a_rank_that_cannot_send_is_told_of_and_the_ranks_go_on(hosts: tuple[int, ...] | None) -> None:
     """Also in plans of several exchanges, of which some ranks have a message in the last only."""
 
     def body(rank: int) -> None:
@@ -152,7 +180,7 @@ def test_a_rank_that_cannot_send_is_told_of_and_the_ranks_go_on() -> None:
                     ones = source.layout.num_ranks if source_text == "P, P" else 2
                     torch.testing.assert_close(found.full_tensor(), torch.full((4, 6), float(ones)), rtol=0, atol=0)
 
-    run_ranks(6, body)
+    run_ranks(6, body, hosts=hosts)
 
 
 def test_ranks_that_mean_different_targets_are_told() -> None:

@@ -74,6 +74,11 @@ def check_pairs(folder: Path, ranks_on_hosts: Sequence[int], pairs: Sequence[Pai
         assert all(sum(row[2] for row in each["between_hosts"]) == least for each in explained), pair
         assert sum(each["far_bytes"] for each in explained) == least, pair
         assert least <= sent <= OVERHEAD * least + control, f"{pair} took {sent:,} bytes of {least:,}"
+    least, sent = (
+        sum(pair.least_bytes(ranks_on_hosts) for pair in pairs),
+        sum(each["sent_by_list"] for each in one_of_each_host),
+    )
+    assert least <= sent <= OVERHEAD * least + control, f"a list took {sent:,} bytes of {least:,}"
     expected = run_ranks(len(found), lambda rank: [redistributed(pair) for pair in pairs])
     for each in found:
         for pair, got, wanted in zip(pairs, each["digests"], expected[each["rank"]], strict=True):
@@ -86,7 +91,55 @@ def pairs_of(mesh_shape: tuple[int, ...], ranks: tuple[int, ...], placements: Se
 
 def test_two_hosts(tmp_path: Path) -> None:
     pairs = pairs_of((8,), IN_ORDER, [("S0", "R"), ("P", "R")])
-    check_pairs(tmp_path, (4, 4), [*pairs, *pairs_of((2, 4), ACROSS, [("P,P", "S0,S1")])])
+    pairs += pairs_of((2, 4), ACROSS, [("P,P", "S0,S1")])
+    check_pairs(tmp_path, (4, 4), [*pairs, between_meshes((2, 2), (1, 0, 4, 2), "S0,P", (3,), (6, 3, 5), "R")])
+
+
+def between_meshes(
+    mesh_shape: tuple[int, ...],
+    ranks: tuple[int, ...],
+    source: str,
+    target_mesh_shape: tuple[int, ...],
+    target_ranks: tuple[int, ...],
+    target: str,
+) -> Pair:
+    return Pair(mesh_shape, ranks, source, target, (ROWS, COLUMNS), "float32", target_mesh_shape, target_ranks)
+
+
+@pytest.mark.parametrize(
+    "ranks_on_hosts",
+    [
+        pytest.param((3, 5), marks=pytest.mark.extended),
+        *(pytest.param(each, marks=pytest.mark.soak) for each in ((4, 4), (2, 2, 2, 2))),
+    ],
+    ids=str,
+)
+def test_meshes_across_hosts(tmp_path: Path, ranks_on_hosts: tuple[int, ...]) -> None:
+    """Meshes on different hosts, meshes that share ranks, and one rank to all others and back."""
+    first, last = IN_ORDER[:4], IN_ORDER[4:]
+    sides = [
+        *[
+            ((4,), first, "S0", (4,), last, "R"),
+            ((4,), first, "P", (4,), last, "R"),
+            ((4,), last, "P", (4,), first, "S1"),
+        ],
+        *[
+            ((4,), first, "R", (4,), last, "R"),
+            ((4,), first, "S1", (2, 2), last, "S0,R"),
+            ((4,), last, "R", (4,), first, "P"),
+        ],
+        *[
+            ((2, 2), (0, 5, 1, 4), "S0,P", (3,), (4, 7, 2), "R"),
+            ((3,), (7, 0, 4), "P(max)", (2, 3), (0, 1, 2, 5, 6, 7), "R,R"),
+        ],
+        *[((8,), ACROSS, "S0", (8,), IN_ORDER, "S0"), ((2, 4), IN_ORDER, "P,S0", (4, 2), ACROSS, "R,S1")],
+        *[
+            ((1,), (0,), "R", (8,), IN_ORDER, "R"),
+            ((8,), IN_ORDER, "P", (1,), (5,), "R"),
+            ((1,), (6,), "R", (8,), IN_ORDER, "S0"),
+        ],
+    ]
+    check_pairs(tmp_path, ranks_on_hosts, [between_meshes(*each) for each in sides])
 
 
 @pytest.mark.extended

@@ -19,13 +19,15 @@ R, S0, S1, P = T.Replicate(), T.Shard(0), T.Shard(1), T.Partial()
 
 
 @pytest.mark.in_ci(4)
+@pytest.mark.parametrize("on_hosts", [False, True], ids=["one host", "hosts"])
 @pytest.mark.parametrize("seed", range(40))
-def test_random_lists_on_several_meshes(seed: int) -> None:
+def test_random_lists_on_several_meshes(seed: int, on_hosts: bool) -> None:
     """Tensors of any layouts and dtypes, on meshes that share ranks or not, in buckets of any size, there and back."""
     chosen = random.Random(seed)
     cases = [random_across_case(1_000_000 + 20 * seed + number, 5) for number in range(12)]
     inputs = [inputs_of(case) for case in cases]
     bucket_bytes, is_async = chosen.choice((1, 300, 1 << 20)), chosen.random() < 0.5
+    hosts = [chosen.randrange(2) for _ in range(5)] if on_hosts else None
 
     def body(rank: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         tensors: list[Any] = []
@@ -45,7 +47,7 @@ def test_random_lists_on_several_meshes(seed: int) -> None:
             grads |= {place: grad.to_local() for place, grad in zip(leaves, back, strict=True)}
         return list(zip(results, grads.values(), strict=True))
 
-    outcomes = run_ranks(5, body)
+    outcomes = run_ranks(5, body, hosts=hosts)
     for place, (case, given) in enumerate(zip(cases, inputs, strict=True)):
         results = {rank: outcomes[rank][place][0] for rank in case.target.ranks}
         assert_holds(results, given.full, case.target, parsed(case.target.placements))

@@ -63,6 +63,7 @@ def parts(python: str) -> tuple[Part, ...]:
             120,
         ),
         Part("bench-host", bench("nccl.host_bursts", "host_bursts_gpu", "--ranks", "2"), 90, can_run=share),
+        Part("bench-slots", bench("nccl.slot_launches", "slot_launches_gpu"), 90),
         Part("tests-slots", tests("tests/nccl/test_slots.py", "-k", "gpu-2"), 240, can_run=share, tests=True),
         Part("tests-nccl", tests("tests/nccl", "-k", "gpu-1 or on_gpus"), 600, tests=True),
         Part(
@@ -73,6 +74,7 @@ def parts(python: str) -> tuple[Part, ...]:
             tests=True,
         ),
         Part("bench-own-kernel", bench("nccl.own_kernel", "own_kernel_gpu", "--rounds", "20"), 90, can_run=share),
+        Part("bench-window-sum", bench("nccl.window_sum", "window_sum_gpu", "--rounds", "20"), 90, can_run=share),
         Part("libraries", (python, "-m", "tests.nccl.libraries"), 60, can_run=ask),
         Part("tests-kernels", tests("tests/kernels/test_gpu_kernels.py", *beside), 900, tests=True),
         Part("tests-engine", tests("tests/test_gpu.py", *beside), 900, tests=True),
@@ -117,6 +119,8 @@ def dry_parts(python: str, *, short: bool) -> tuple[Part, ...]:
         "--columns",
         "16",
     )
+    summed = (python, "-m", "benchmarks.nccl.window_sum", "--double", "--rounds", "1", "--elements", "64")
+    slots = (python, "-m", "benchmarks.nccl.slot_launches", "--dry", "--rounds", "1", "--ranks", "2")
     interpret = (python, "-c", _CAN_INTERPRET)
     build = Part("build", (python, "setup.py", "--quiet", "build_ext", "--inplace"), 300, essential=True)
     if short:
@@ -127,8 +131,10 @@ def dry_parts(python: str, *, short: bool) -> tuple[Part, ...]:
         Part("tests-simulate", (*host, "host-1 and simulations"), 240, tests=True),
         Part("bench-rows", (*bench, *_ROWS), 240, can_run=interpret, interprets=True),
         Part("bench-host", (*bursts, "--double", "--rounds", "1"), 120),
+        Part("bench-slots", (*slots, "--rows", "8", "--columns", "8"), 240, can_run=interpret, interprets=True),
         Part("tests-nccl", (*host, "host-1"), 240, tests=True),
         Part("bench-own-kernel", own, 240, can_run=interpret, interprets=True),
+        Part("bench-window-sum", summed, 240, can_run=interpret, interprets=True),
         Part("libraries", (python, "-m", "tests.nccl.libraries"), 60, can_run=(python, "-c", _CAN_ASK)),
         Part(
             "tests-kernels",

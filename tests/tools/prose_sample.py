@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from tests.packaging.test_documented import ROOMS
 from tests.tools.prose import REPOSITORY
 
-PAGES = ("README.md", "docs/*.md")
+PAGES = ("README.md", "docs/*.md", "docs/decisions/*.md")
 # Words below which a piece of text is a label rather than a sentence.
 LEAST_WORDS = 6
 _FENCE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)

@@ -193,7 +193,7 @@ def test_a_dry_run_lasts_beyond_a_build_that_takes_its_limit() -> None:
 
 def test_figures_come_first_and_each_sanitizer_is_a_part() -> None:
     names = [part.name for part in parts("python")]
-    assert names[:6] == ["build", "tests-simulate", "bench-rows", "bench-host", "tests-slots", "tests-nccl"]
+    assert names[:6] == ["build", "tests-simulate", "bench-rows", "bench-host", "bench-slots", "tests-slots"]
     assert names[-2:] == ["memcheck", "racecheck"]
 
 
@@ -206,7 +206,9 @@ def test_the_documentation_lists_the_parts_in_order() -> None:
 def test_what_interprets_is_skipped_by_name_without_numpy() -> None:
     """Triton's interpreter imports NumPy, which a machine with a GPU need not have."""
     asking = [part for part in dry_parts("python", short=False) if part.interprets]
-    assert [part.name for part in asking] == ["bench-rows", "bench-own-kernel", "tests-kernels", "tests-engine"]
+    assert [part.name for part in asking] == [
+        *("bench-rows", "bench-slots", "bench-own-kernel", "bench-window-sum", "tests-kernels", "tests-engine")
+    ]
     assert all(part.can_run == ("python", "-c", "import numpy") for part in asking)
 
 

@@ -51,6 +51,10 @@ class FakeWorld:
             found = self._communicators[members] = FakeCommunicator(context)
         return found
 
+    def set_timeout(self, ranks: Sequence[int], device_type: str, seconds: float) -> None:
+        """Changes nothing: nobody is waited for."""
+        self.communicator(ranks, device_type).set_timeout(seconds)
+
     def report(self, error: BaseException) -> None:
         """Reports to nobody."""
 

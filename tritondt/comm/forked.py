@@ -54,6 +54,10 @@ class InheritedWorld:
         """Refused."""
         self._refuse()
 
+    def set_timeout(self, ranks: Sequence[int], device_type: str, seconds: float) -> None:
+        """Refused."""
+        self._refuse()
+
     def report(self, error: BaseException) -> None:
         """Refused."""
         self._refuse()

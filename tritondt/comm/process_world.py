@@ -4,8 +4,10 @@ A communicator is made on first use, by exactly the ranks in it, under a store p
 through new_group, whose counters diverge when only some ranks call it.
 """
 
+import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -35,11 +37,13 @@ from tritondt.comm.store.host import StoreHost
 from tritondt.comm.store.rendezvous import Rendezvous
 from tritondt.comm.transports import table as transport_table
 from tritondt.comm.transports.interfaces import asked_filter
+from tritondt.comm.transports.ordered import OrderedCommunicator
 from tritondt.errors import TransportError, WorldError
 from tritondt.identity import Identity
 from tritondt.kernels import memory
 from tritondt.planning import prices
 from tritondt.planning.cost import CostTable
+from tritondt.version import VERSION
 
 # Ranks of a communicator, the type of their devices, and the ranks of a wider one that it is inside of.
 _Key = tuple[tuple[int, ...], str, tuple[int, ...]]
@@ -82,6 +86,7 @@ class ProcessWorld:
             dist.PrefixStore("tritondt", asked), self._store_host, presence.of_group(asked)
         )
         self._watch = Watch(self._store_client, who.rank)
+        self._check_version()
         asked_filter()  # what is not allowed is refused now, on all ranks
         transport_table.check_settings()
         memory.pool.most_bytes = environment.pool_bytes()
@@ -90,6 +95,7 @@ class ProcessWorld:
         self.flight = Flight(who.rank, who.size, self._flight_folder())
         self._watchdog = _watching(self.flight)
         self._communicators: dict[_Key, Communicator] = {}
+        self._timeouts: dict[_Key, float] = {}  # asked for since a communicator was made
         self._hosts: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._parts: dict[str, Part] = {}
         self._rendezvous: list[Rendezvous] = []
@@ -99,6 +105,16 @@ class ProcessWorld:
         self._costs = self._agreed(default_costs(who.size))
         self._closed = False
         logs.world.info("rank %d: world of %d ranks made, timeout %s", who.rank, who.size, self._timeout)
+
+    def _check_version(self) -> None:
+        """WorldError where the rank that came first has another version: its plans and messages may be others."""
+        own = json.dumps((self.identity.rank, VERSION))
+        first, theirs = json.loads(self._store.compare_set("version", "", own))
+        if theirs != VERSION:
+            raise WorldError(
+                f"rank {self.identity.rank} on {socket.gethostname()} runs tritondt {VERSION}, and rank {first} runs "
+                f"{theirs}; all ranks must plan alike: install one version on all hosts"
+            )
 
     def _agreed(self, own: dict[str, CostTable]) -> dict[str, CostTable]:
         """Cost tables of the rank that came first: all ranks read the same, and none waits for one that never comes."""
@@ -153,13 +169,27 @@ class ProcessWorld:
                     found = self._communicators[key] = self._connected(*key)
         return found
 
+    def set_timeout(self, ranks: Sequence[int], device_type: str, seconds: float) -> None:
+        """Sets how long this rank waits in an exchange of `ranks`, or inside their communicator, from now on."""
+        self.communicator(ranks, device_type).set_timeout(seconds)
+        around = tuple(sorted(ranks))
+        self._timeouts[around, device_type, ()] = seconds
+        for (_, other_type, inside), communicator in tuple(self._communicators.items()):
+            if (inside, other_type) == (around, device_type):
+                communicator.set_timeout(seconds)
+
     def _connected(self, ranks: tuple[int, ...], device_type: str, inside: tuple[int, ...]) -> Communicator:
         make = transport_table.maker(device_type)
         name = _name_of(ranks) if device_type == "cpu" else f"{_name_of(ranks)} on {device_type}"
         if inside:
             name = f"{name} inside {_name_of(inside)}"
+        around = self.communicator(inside, device_type) if inside else None
         with self.joining(name, ranks, self._timeout) as context:
             made = make(context)
+            if isinstance(around, OrderedCommunicator) and isinstance(made, OrderedCommunicator):
+                around.contain(made)
+        if (timeout_s := self._timeouts.get((inside, device_type, ()))) is not None:
+            made.set_timeout(timeout_s)
         logs.world.info(
             "rank %d: %s for tensors on %s made of ranks %s",
             self.identity.rank,

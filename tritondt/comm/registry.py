@@ -40,6 +40,10 @@ class World(Protocol):
         """
         ...
 
+    def set_timeout(self, ranks: Sequence[int], device_type: str, seconds: float) -> None:
+        """Sets how long this rank waits in an exchange of `ranks`, or inside their communicator, from now on."""
+        ...
+
     def report(self, error: BaseException) -> None:
         """Reports to the other ranks why this rank takes part in nothing any more; RuntimeError where it cannot."""
         ...

@@ -41,7 +41,7 @@ def set_timeout(mesh: "Mesh | DeviceMesh", seconds: float) -> None:
     if not seconds > 0:
         raise WorldError(f"a timeout of {seconds!r} s was asked for; allowed is a number above 0")
     found = canonical_mesh(mesh)
-    current().communicator(found.ranks, found.device_type).set_timeout(seconds)
+    current().set_timeout(found.ranks, found.device_type, seconds)
 
 
 _making = threading.Lock()

@@ -11,17 +11,31 @@ from tritondt.found_plan.style_choice import StyleChoice, style
 from tritondt.parallel.ties import ties_of
 
 
+class Ends(NamedTuple):
+    """The first and the last of the repeated blocks like `block`, and the styles of the two, `entering` and `leaving`.
+
+    Between them activations of `shape` are cut along `dim`.
+    """
+
+    block: str
+    entering: StyleChoice
+    leaving: StyleChoice
+    shape: tuple[int, ...]
+    dim: int
+
+
 class Candidate(NamedTuple):
     """Styles of some modules of a model, by name, in place of whole parameters on every rank.
 
     `label` says in words what is cut. With `replicates_plain` what is between is distributed tensors, beside which
-    plain ones count as alike on every rank.
+    plain ones count as alike on every rank. `ends` are those of repeated blocks that hand parts of activations on.
     """
 
     label: str
     styles: tuple[tuple[str, StyleChoice], ...]
     heads: tuple[HeadCut, ...] = ()
     replicates_plain: bool = False
+    ends: Ends | None = None
 
     @property
     def names(self) -> frozenset[str]:

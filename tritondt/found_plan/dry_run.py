@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from tritondt.dtensor.tensor import DTensor
+from tritondt.errors import ParallelizeError
 from tritondt.found_plan.attention_heads import HeadCut, adapt_heads
+from tritondt.found_plan.live_bytes import LiveBytes
 from tritondt.found_plan.style_choice import StyleChoice
 from tritondt.parallel import parallelize_module
 from tritondt.sharding.layout import Layout
@@ -48,15 +50,17 @@ class LocalCall(NamedTuple):
 
 @dataclass
 class Tally:
-    """Counts of one rank's step: redistributions, floating-point operations, bytes of parameters and kept for
-    backward.
+    """Counts of one rank's step: redistributions and floating-point operations; bytes of parameters, of those with
+    gradients and of the largest of these, of what is kept for backward, and the most at one time of what a step makes.
     """
 
     movements: Counter[Movement] = field(default_factory=Counter)
     flops: Counter[Phase] = field(default_factory=Counter)
     parameter_bytes: int = 0
     trained_bytes: int = 0
+    largest_bytes: int = 0
     kept_bytes: int = 0
+    most_bytes: int = 0
     local_calls: Counter[LocalCall] = field(default_factory=Counter)
 
 
@@ -65,7 +69,7 @@ class _Counting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tally = Tally()
+        self.tally, self.live = Tally(), LiveBytes()
         self.phase: Phase = "forward"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,6 +77,7 @@ class _Counting(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
+        self.live.made(found)
         if func is torch.ops.tritondt.redistribute.default:
             shape = args[4] if len(args) > 4 else None
             source, target = (spec_from_text(text, shape) for text in args[1:3])
@@ -89,27 +94,12 @@ class _Counting(TorchDispatchMode):
         return found
 
 
-class _Kept:
-    """Bytes of the storages that autograd keeps for backward, those of parameters left out."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._known = {_storage(parameter) for parameter in model.parameters()}
-        self._held: list[torch.Tensor] = []
-        self.num_bytes = 0
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        storage = _storage(local)
-        if storage not in self._known:
-            self._known.add(storage)
-            self._held.append(local)
-            self.num_bytes += local.untyped_storage().nbytes()
-        return tensor
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata  # type: ignore[no-any-return]
+def counted(run: Callable[[], Any]) -> tuple[Counter[Movement], Any]:
+    """Redistributions of a call that begins on whole layouts or parts, and its result."""
+    counting = _Counting()
+    with counting, torch.no_grad():
+        result = run()
+    return counting.tally.movements, result
 
 
 def dry_run(
@@ -125,7 +115,8 @@ def dry_run(
 ) -> Tally:
     """Tally of one step of the calling rank of a model without memory, laid out in place by `styles`, and by `then`.
 
-    Backward starts from gradients of all results. Raises what parallelize_module and the model raise.
+    Backward starts from a result of one number, the loss, or else from gradients of all results. Raises what
+    parallelize_module and the model raise, and ParallelizeError for results that are not whole.
     """
     if mesh is not None and styles:
         plan = {name: choice.make() for name, choice in styles.items()}
@@ -137,15 +128,25 @@ def dry_run(
     if replicates_plain:
         # The first call of an operator on distributed tensors runs it once more, on whole shapes.
         _run_step(model, inputs, _Counting(), train=train)
-    counting, kept = _Counting(), _Kept(model)
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda it: it):
+    counting, kept = _Counting(), LiveBytes()
+    given = list(model.parameters()), list(model.buffers()), inputs
+    counting.live.know(given)
+    kept.know(given[0])
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.made(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda it: it):
         _run_step(model, inputs, counting, train=train)
     tally = counting.tally
-    tally.kept_bytes = kept.num_bytes
+    tally.kept_bytes, tally.most_bytes = kept.most, counting.live.most
     for parameter in model.parameters():
         num_bytes = local_numel(parameter) * parameter.element_size()
         tally.parameter_bytes += num_bytes
-        tally.trained_bytes += num_bytes if parameter.requires_grad else 0
+        if parameter.requires_grad:
+            tally.trained_bytes += num_bytes
+            tally.largest_bytes = max(tally.largest_bytes, num_bytes)
     return tally
 
 
@@ -155,8 +156,11 @@ def _run_step(
     args, kwargs = inputs
     with counting, torch.set_grad_enabled(train):
         results = [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(isinstance(result, DTensor) for result in results):
+            raise ParallelizeError(f"{type(model).__name__} would give distributed tensors in place of whole ones")
         counting.phase = "backward"
         trained = [result for result in results if result.requires_grad]
+        trained = [result for result in trained if not result.ndim] or trained
         if train and trained:
             torch.autograd.backward(trained, [torch.ones_like(result) for result in trained])
 

@@ -1,5 +1,6 @@
 """find_plan: the plan of a model over a mesh, found from one recording, trials of its parts, and a search."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -12,10 +13,10 @@ from tritondt.errors.arguments import checked
 from tritondt.found_plan.attention_heads import HeadCut, knows_heads
 from tritondt.found_plan.candidates import Candidate
 from tritondt.found_plan.data_sharding import sharded_patterns
-from tritondt.found_plan.dry_run import Phase, Tally, dry_run
+from tritondt.found_plan.dry_run import Movement, Phase, Tally, dry_run
 from tritondt.found_plan.found_plan import FoundPlan
 from tritondt.found_plan.mesh_axes import MeshAxes, mesh_axes
-from tritondt.found_plan.parts import Trials
+from tritondt.found_plan.parts import FAILURES, Trials
 from tritondt.found_plan.predict import LaidOut, predicted_step
 from tritondt.found_plan.prices import Prices, built_in_prices, prices_of_world
 from tritondt.found_plan.recording import Recording, record
@@ -27,6 +28,7 @@ from tritondt.found_plan.style_choice import WHOLE, StyleChoice
 from tritondt.found_plan.traffic import Traffic
 from tritondt.planning.cost import CostTable
 from tritondt.sharding.mesh import Mesh, canonical_mesh
+from tritondt.sharding.placement import Replicate, Shard
 
 Objective = Literal["step time", "bytes", "memory"]
 # Tensors as large as a parameter that optimizers hold for each.
@@ -68,7 +70,8 @@ def find_plan(
     receives, or the memory of a rank, of which at most `memory_bytes` are allowed; `optimizer` says what it holds.
 
     Numbers are those of this rank, or of the first without a world; not a collective call, and styles are alike on all
-    ranks. Activations are whole on all ranks of the tensor axis between the parts that are cut, and so are results.
+    ranks. Between the parts that are cut activations are whole on all ranks of the tensor axis, or inside of repeated
+    blocks cut along the sequence where that is better; results are whole.
 
     Raises ParallelizeError for a model whose forward does not run without values, by operator and module, and where no
     plan needs so little memory; MeshError for an axis that has no role; ArgumentError for other values.
@@ -142,16 +145,37 @@ class _Finder:
         """The best plan, with the numbers of a rank."""
         with without_memory(0, self.axes.num_ranks):
             recording = self._record()
-            chosen, parts, notes, is_exact = self._search(recording)
-        styles, heads, plain = self._laid_out(chosen, recording)
+            parts, notes, whole = self._parts(recording)
+            chosen, is_exact = self._chosen(parts, whole)
         sharded = () if self.axes.data is None else self._sharded(recording)
-        laid_out = LaidOut(styles, heads, plain, sharded)
-        args = (self.model, self.inputs, self.axes, laid_out, self.prices)
-        step = predicted_step(*args, rank, train=self.wanted.train, optimizer_tensors=self.wanted.optimizer_tensors)
-        if self.wanted.memory_bytes is not None and step.memory.total > self.wanted.memory_bytes:
+        try:
+            laid_out, step = self._predicted(chosen, recording, sharded, rank)
+        except FAILURES as error:
+            streams = [each for each in chosen.candidates if each.ends is not None]
+            if not streams:
+                raise
+            # One block of each kind ran with a part of the sequence, and all of them do not.
+            notes.append(f"sequences stay whole: {type(error).__name__}: {error}")
+            parts = [part for part in parts if part.candidate.ends is None]
+            chosen, is_exact = self._chosen(parts, whole)
+            laid_out, step = self._predicted(chosen, recording, sharded, rank)
+        if self.axes.tensor is not None and not chosen.candidates:
+            notes.append(
+                f"nothing is cut over {self.axes.tensor}, whose ranks all compute the same: each of the {len(parts)} "
+                f"cuts that run would take more {self.wanted.objective}"
+            )
+        if self.wanted.memory_bytes is not None and step.memory.most > self.wanted.memory_bytes:
             raise ParallelizeError(self._lacks_text(step))
         costs = tuple(_part_cost(part) for part in parts if part.candidate in chosen.candidates)
         return FoundPlan(self.axes, laid_out, rank, step, costs, tuple(notes), is_exact)
+
+    def _predicted(
+        self, chosen: Chosen, recording: Recording, sharded: tuple[str, ...], rank: int
+    ) -> tuple[LaidOut, StepCost]:
+        laid_out = LaidOut(*self._laid_out(chosen, recording), sharded)
+        args = (self.model, self.inputs, self.axes, laid_out, self.prices)
+        step = predicted_step(*args, rank, train=self.wanted.train, optimizer_tensors=self.wanted.optimizer_tensors)
+        return laid_out, step
 
     def _sharded(self, recording: Recording) -> tuple[str, ...]:
         """Patterns of the modules that are sharded one by one."""
@@ -175,32 +199,32 @@ class _Finder:
         model, (args, kwargs) = self._stand_in()
         return record(model, args, kwargs)
 
-    def _search(self, recording: Recording) -> tuple[Chosen, list[_Part], list[str], bool]:
+    def _parts(self, recording: Recording) -> tuple[list[_Part], list[str], Cost]:
+        """Parts that may be cut, notes on those that cannot, and the cost of the model with nothing cut."""
         if self.axes.tensor is None:
-            return Chosen((), Cost()), [], [], True
+            return [], [], Cost()
         ranks = self.axes.ranks_along(self.axes.tensor, 0)
         trials = Trials(self._stand_in, self.prices, ranks, self.wanted.train)
         base = trials.run(None)
         model, _ = self._stand_in()
         found = list(trials.candidates(model, recording, self.blocks))
         parts = [self._part(candidate, tally, base) for candidate, tally in found]
+        ends = {self.blocks.pattern(self._real(name)): why for name, why in trials.refused.items()}
+        notes = [f"the part that ends at {pattern} is not cut: {why}" for pattern, why in ends.items()]
+        for name, why in trials.whole_sequences.items():
+            notes.append(f"between the parts of {self.blocks.pattern(self._real(name))} sequences stay whole: {why}")
+        if not parts:
+            raise ParallelizeError(self._unused_text(notes))
+        return parts, notes, self._whole_cost(base)
+
+    def _chosen(self, parts: Sequence[_Part], whole: Cost) -> tuple[Chosen, bool]:
+        """The best choice among parts, and whether all were looked at."""
         listed, is_exact = frontier([Priced(part.candidate, part.cost) for part in parts])
-        whole = self._whole_cost(base)
         key = self._key(whole)
         bound = self.wanted.memory_bytes
         chosen = best(listed, key, lambda each: bound is None or self._memory(whole.plus(each.cost)) <= bound)
         # Without one that fits, the one of the least memory says how much is lacking.
-        chosen = chosen or min(listed, key=lambda each: self._memory(whole.plus(each.cost)))
-        ends = {self.blocks.pattern(self._real(name)): why for name, why in trials.refused.items()}
-        notes = [f"the part that ends at {pattern} is not cut: {why}" for pattern, why in ends.items()]
-        if not parts:
-            raise ParallelizeError(self._unused_text(notes))
-        if not chosen.candidates:
-            notes.append(
-                f"nothing is cut over {self.axes.tensor}, whose ranks all compute the same: each of the {len(parts)} "
-                f"cuts that run would take more {self.wanted.objective}"
-            )
-        return chosen, parts, notes, is_exact
+        return chosen or min(listed, key=lambda each: self._memory(whole.plus(each.cost))), is_exact
 
     def _real(self, name: str) -> str:
         return self.blocks.from_stand_in(name)
@@ -209,16 +233,17 @@ class _Finder:
         name = self._real(candidate.styles[0][0])
         number = self.blocks.number_of(name)
         phases: tuple[Phase, ...] = ("forward", "backward")
+        at_ends = _movements_at_ends(candidate, tally)
+        inside = tally.movements - at_ends
         traffic = {
-            phase: self.prices.total({m: n for m, n in tally.movements.items() if m.phase == phase}, 0)
-            for phase in phases
+            phase: self.prices.total({m: n for m, n in inside.items() if m.phase == phase}, 0) for phase in phases
         }
         flops = sum(base.flops.values()) - sum(tally.flops.values())
-        both = traffic["forward"] + traffic["backward"]
+        both, once = traffic["forward"] + traffic["backward"], self.prices.total(at_ends, 0)
         seconds = both.seconds - flops / self.prices.costs.flop_rate
         held = tally.parameter_bytes - base.parameter_bytes, tally.kept_bytes - base.kept_bytes
         cost = Cost(seconds, both.received_bytes, *held).times(number)
-        return _Part(candidate, name, number, traffic, flops, cost)
+        return _Part(candidate, name, number, traffic, flops, cost.plus(Cost(once.seconds, once.received_bytes)))
 
     def _whole_cost(self, base: Tally) -> Cost:
         """Cost of the model with nothing cut, of which `base` has one block of each kind."""
@@ -259,6 +284,9 @@ class _Finder:
             return (), (), False
         cut = {name: choice for candidate in chosen.candidates for name, choice in candidate.styles}
         styles: dict[str, StyleChoice] = {}
+        for ends in (candidate.ends for candidate in chosen.candidates if candidate.ends is not None):
+            both, alike = cut.pop(ends.block), self.blocks.all_alike(self._real(ends.block))
+            styles |= {alike[0]: ends.entering, alike[-1]: ends.leaving} if len(alike) > 1 else {alike[0]: both}
         for name in recording.called:
             if name in cut:
                 styles |= dict.fromkeys(self._patterns(name), cut[name])
@@ -302,7 +330,7 @@ class _Finder:
         )
 
     def _lacks_text(self, step: StepCost) -> str:
-        bound, total = self.wanted.memory_bytes, step.memory.total
+        bound, total = self.wanted.memory_bytes, step.memory.most
         assert bound is not None, "a bound was given"
         held = step.memory
         return (
@@ -311,6 +339,23 @@ class _Finder:
             f"{held.optimizer:,}, activations {held.activations:,}, gathered {held.gathered:,}; allowed is a larger "
             "mesh, a smaller batch, or checkpoints of blocks"
         )
+
+
+def _movements_at_ends(candidate: Candidate, tally: Tally) -> Counter[Movement]:
+    """Redistributions where repeated blocks begin and end, which one block has, and many have once as well.
+
+    The last makes its results whole, and in backward the first the gradients of what it took in.
+    """
+    ends = candidate.ends
+    if ends is None:
+        return Counter()
+    return Counter(
+        movement
+        for movement in tally.movements
+        if movement.source.shape == ends.shape
+        and movement.source.placements == (Shard(ends.dim),)
+        and movement.target.placements == (Replicate(),)
+    )
 
 
 def _part_cost(part: _Part) -> PartCost:

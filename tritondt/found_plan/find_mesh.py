@@ -68,7 +68,7 @@ class FoundMesh:
 
 def _cells(name: str, step: StepCost) -> tuple[str, ...]:
     times = (step.seconds, step.compute_seconds, step.traffic.seconds, step.hidden_seconds)
-    counts = (step.traffic.received_bytes, step.traffic.far_bytes, step.memory.total)
+    counts = (step.traffic.received_bytes, step.traffic.far_bytes, step.memory.most)
     return (name, *(f"{it * 1e3:,.3f} ms" for it in times), *(f"{it:,}" for it in counts))
 
 
@@ -145,7 +145,7 @@ def _half(link: Link) -> Link:
 
 def _key(plan: FoundPlan, objective: str) -> tuple[float, ...]:
     step = plan.step
-    found = {"step time": step.seconds, "bytes": step.traffic.received_bytes, "memory": step.memory.total}
+    found = {"step time": step.seconds, "bytes": step.traffic.received_bytes, "memory": step.memory.most}
     return (found.get(objective, inf), step.seconds, step.traffic.received_bytes)
 
 

@@ -72,7 +72,7 @@ class FoundPlan:
         """Lines that import the names of a program."""
         kinds = {choice.kind for _, choice in self.laid_out.styles}
         wanted = {
-            "tritondt": [name for name in ("Replicate", "Shard") if f"={name}(" in code],
+            "tritondt": [name for name in ("Replicate", "Shard") if f"{name}(" in code],
             "tritondt.found_plan": ["HeadCut", "adapt_heads"] if self.laid_out.heads else [],
             "tritondt.fsdp": ["fully_shard"] if self.mesh.data is not None else [],
             "tritondt.parallel": [*sorted(kinds), "parallelize_module"] if kinds else [],

@@ -6,13 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from tritondt.errors import TritondtError
+from tritondt.errors import ParallelizeError, TritondtError
 from tritondt.found_plan.candidates import Candidate, RegionForm, lone_candidates, region_candidate
 from tritondt.found_plan.dry_run import Tally, dry_run
 from tritondt.found_plan.prices import Prices
 from tritondt.found_plan.recording import Recording
 from tritondt.found_plan.regions import Region, regions_of, unit_patterns
 from tritondt.found_plan.repeated_blocks import RepeatedBlocks
+from tritondt.found_plan.streams import CutRegion, stream_candidate
 from tritondt.sharding.mesh import Mesh
 
 # Ranks of the mesh on which it is tried whether a region can be cut at all: every head count but one allows it.
@@ -20,7 +21,7 @@ _FEWEST = 2
 # Operators by which two forms of one computation may differ.
 _COPIES = ("aten.clone", "aten.empty", "aten._to_copy", "aten.copy_", "aten.detach", "aten._unsafe_view", "aten.zeros")
 # Refusals of layouts, and what the code of a model raises on shapes that it was not written for.
-_FAILURES = (TritondtError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError)
+FAILURES = (TritondtError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError)
 _WRITTEN_OUT = "its code has its number of heads written out, or draws random numbers, and ranks cannot share key heads"
 
 
@@ -34,6 +35,8 @@ class Trials:
     train: bool
     # Why regions are not cut, by the name of the layer that they end at.
     refused: dict[str, str] = field(default_factory=dict)
+    # Why sequences are not cut, by the name of the block.
+    whole_sequences: dict[str, str] = field(default_factory=dict)
 
     def run(self, candidate: Candidate | None, num_ranks: int | None = None) -> Tally:
         """Tally with one candidate, on so many ranks or those of the tensor axis; None for the model as it is."""
@@ -49,15 +52,38 @@ class Trials:
         self, model: nn.Module, recording: Recording, blocks: RepeatedBlocks
     ) -> Iterator[tuple[Candidate, Tally]]:
         """Candidates that run, and the tally of each."""
+        cut: list[CutRegion] = []
         for region in regions_of(model, recording):
             names = (*region.entries, *region.inside, region.exit, *filter(None, [region.shared_from]))
             if len({blocks.block_of(blocks.from_stand_in(name)) for name in names}) == 1:
-                yield from self._of_region(model, region)
+                for candidate, tally in self._of_region(model, region):
+                    cut.append(CutRegion(region, candidate))
+                    yield candidate, tally
+        yield from self._streams(model, recording, blocks, cut)
         layers = [name for name in recording.called if name]
         for candidate in lone_candidates(model, layers, len(self.tensor_ranks)):
             found = self._try(candidate)
             if isinstance(found, Tally):
                 yield candidate, found
+
+    def _streams(
+        self, model: nn.Module, recording: Recording, blocks: RepeatedBlocks, cut: list[CutRegion]
+    ) -> Iterator[tuple[Candidate, Tally]]:
+        """Candidates that cut the sequence between the cut parts of repeated blocks."""
+        in_blocks = {blocks.block_of(each.region.exit) for each in cut}
+        for block in sorted(filter(None, in_blocks)):
+            try:
+                candidate = stream_candidate(model, recording, blocks, block, cut)
+            except ParallelizeError as error:
+                self.whole_sequences[block] = str(error)
+                continue
+            # Plain tensors beside distributed ones are alike on every rank, which is said where there are any.
+            for plain in dict.fromkeys((candidate.replicates_plain, True)):
+                found = self._try(candidate._replace(replicates_plain=plain))
+                if isinstance(found, Tally):
+                    yield candidate._replace(replicates_plain=plain), found
+                    break
+                self.whole_sequences[block] = found
 
     def _of_region(self, model: nn.Module, region: Region) -> Iterator[tuple[Candidate, Tally]]:
         num_ranks, why = len(self.tensor_ranks), "its layers have fewer heads or features than there are ranks"
@@ -123,5 +149,5 @@ class Trials:
         """Tally of a candidate; the error where it does not run."""
         try:
             return self.run(candidate, num_ranks)
-        except _FAILURES as error:
+        except FAILURES as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

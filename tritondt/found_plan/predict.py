@@ -17,6 +17,9 @@ from tritondt.found_plan.style_choice import StyleChoice
 from tritondt.found_plan.traffic import Traffic
 from tritondt.sharding.mesh import Mesh
 
+# Tensors as large as a parameter that Adam and AdamW hold for each.
+_OF_ADAM = 2
+
 
 class LaidOut(NamedTuple):
     """A layout of a model: styles by pattern of names, heads that are cut, and patterns of modules that are sharded."""
@@ -98,5 +101,12 @@ def _memory(
         inner = sorted((each.num_bytes for each in groups if each.name), reverse=True)
         gathered = sum(each.num_bytes for each in groups if not each.name) + sum(inner[:2])
     if not train:
-        return Memory(parameters, 0, 0, 0, gathered)
-    return Memory(parameters, trained, trained * optimizer_tensors, tally.kept_bytes, gathered)
+        return Memory(parameters, 0, 0, 0, gathered, parameters + gathered + tally.most_bytes)
+    optimizer, kept = trained * optimizer_tensors, tally.kept_bytes
+    if groups:
+        most = parameters + trained + optimizer + kept + gathered
+    else:
+        # Adam's root of the second moment and its quotient are temporary, of one parameter at a time.
+        updated = trained + (2 * tally.largest_bytes if optimizer_tensors == _OF_ADAM else 0)
+        most = parameters + optimizer + max(tally.most_bytes, updated)
+    return Memory(parameters, trained, optimizer, kept, gathered, most)

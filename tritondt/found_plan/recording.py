@@ -32,18 +32,32 @@ class Call(NamedTuple):
     outputs: tuple[Value, ...]
 
 
+class Crossing(NamedTuple):
+    """Tensors that cross a module: its first argument and its first result, None for others, and the number of each.
+
+    The number of results is 1 for a lone one.
+    """
+
+    taken: Value | None
+    given: Value | None
+    num_args: int
+    num_results: int
+
+
 @dataclass
 class Recording:
     """Calls of one pass in their order; `results` are the numbers of what the model gives back.
 
-    `called` has all modules that were called, and whether a tensor was their first argument, `num_calls` how often;
-    `parameters` are the numbers of parameters that operators outside of layers read.
+    `called` has all modules that were called, and whether a tensor was their first argument, `num_calls` how often, and
+    `crossings` the last calls of those with modules inside; `parameters` are the numbers of parameters that operators
+    outside of layers read.
     """
 
     calls: list[Call] = field(default_factory=list)
     results: frozenset[int] = frozenset()
     called: dict[str, bool] = field(default_factory=dict)
     num_calls: Counter[str] = field(default_factory=Counter)
+    crossings: dict[str, Crossing] = field(default_factory=dict)
     parameters: frozenset[int] = frozenset()
 
     def calls_of(self, name: str) -> list[Call]:
@@ -126,6 +140,11 @@ class _Recorder(TorchDispatchMode):
                 inputs, outputs = self.numbers.values((args, kwargs)), self.numbers.values(output)
                 if not self.depth:
                     self.recording.calls.append(Call(name, "", inputs, outputs))
+            elif not self.depth:
+                results = output if isinstance(output, tuple) else (output,)
+                firsts = [each[0] if each and isinstance(each[0], torch.Tensor) else None for each in (args, results)]
+                taken, given = (None if first is None else self.numbers.values(first)[0] for first in firsts)
+                self.recording.crossings[name] = Crossing(taken, given, len(args), len(results))
 
         return hook
 

@@ -31,16 +31,21 @@ class FeatureUnits(NamedTuple):
 class Region(NamedTuple):
     """Linear layers in, with the units that the code between gives their features; those between; and one out.
 
-    `shared_from` is the layer whose output several entries take in, and nothing else reads; "" where there is none.
-    `draws` says that random numbers are drawn between.
+    `fed_by` is the layer whose output the entries take in, and nothing else reads; "" where there is none. `draws` says
+    that random numbers are drawn between.
     """
 
     entries: tuple[str, ...]
     units: tuple[tuple[FeatureUnits, ...], ...]
     inside: tuple[str, ...]
     exit: str
-    shared_from: str = ""
+    fed_by: str = ""
     draws: bool = False
+
+    @property
+    def shared_from(self) -> str:
+        """The layer whose output several entries take in; "" where there is none."""
+        return self.fed_by if len(self.entries) > 1 else ""
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -114,13 +119,13 @@ class _Search:
         units = tuple(tuple(self._units(entries[name], {id(call) for call in inside})) for name in names)
         layers = tuple(dict.fromkeys(call.name for call in inside if call.name))
         draws = any(word in call.op for call in inside for word in _RANDOM)
-        return Region(names, units, layers, end.name, self._shared_from([entries[name] for name in names]), draws)
+        return Region(names, units, layers, end.name, self._fed_by([entries[name] for name in names]), draws)
 
-    def _shared_from(self, entries: list[Call]) -> str:
-        """The layer, neither a table nor linear, that makes what several entries take in, and nothing else reads."""
+    def _fed_by(self, entries: list[Call]) -> str:
+        """The layer, neither a table nor linear, that makes what the entries take in, and nothing else reads."""
         taken = {call.inputs[0].number for call in entries}
         makers = self._makers.get(min(taken), [])
-        if len(entries) < 2 or len(taken) > 1 or len(makers) != 1 or makers[0].name not in self._once:
+        if len(taken) > 1 or len(makers) != 1 or makers[0].name not in self._once:
             return ""
         (maker,) = makers
         readers = {call.name for call in self._readers[min(taken)]}

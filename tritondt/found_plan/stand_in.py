@@ -59,11 +59,11 @@ def stand_in(model: nn.Module, blocks: RepeatedBlocks | None = None) -> nn.Modul
     if blocks is not None:
         for name, kept in blocks.kept():
             container = model.get_submodule(name)
-            memo[id(container)] = container.__class__()
+            # A class of one's own may have blocks made by its constructor.
+            listed = memo[id(container)] = container.__class__.__new__(container.__class__)
+            vars(listed).update(copy.deepcopy({**vars(container), "_modules": {}}, memo))
             for place, index in enumerate(kept):
-                child = copy.deepcopy(container._modules[str(index)], memo)
-                memo[id(container)].add_module(str(place), child)
-            vars(memo[id(container)]).update(training=container.training)
+                listed.add_module(str(place), copy.deepcopy(container._modules[str(index)], memo))
     return copy.deepcopy(model, memo)
 
 

@@ -27,18 +27,18 @@ class PartCost:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of a rank: parameters, gradients, optimizer, activations kept for backward, and gathered parameters."""
+    """Bytes of a rank: parameters, gradients, optimizer, activations kept for backward, and gathered parameters.
+
+    `most` are those that live at one time: activations are freed while gradients are made, and operators have temporary
+    tensors. With a data axis it is the sum of the parts.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
     gathered: int
-
-    @property
-    def total(self) -> int:
-        """Bytes of all."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.gathered
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def closing_lines(step: StepCost, notes: Sequence[str], *, is_exact: bool) -> li
     lines = [
         f"{step.forward_flops + step.backward_flops:,} FLOPs; predicted {step.seconds * 1e3:,.3f} ms: computing "
         f"{compute_ms:,.3f}, moving {step.traffic.seconds * 1e3:,.3f}, of which {hidden_ms:,.3f} hidden",
-        f"memory {held.total:,} bytes: parameters {held.parameters:,}, gradients {held.gradients:,}, optimizer "
+        f"memory at most {held.most:,} bytes: parameters {held.parameters:,}, gradients {held.gradients:,}, optimizer "
         f"{held.optimizer:,}, activations {held.activations:,}, gathered {held.gathered:,}",
     ]
     if not is_exact:

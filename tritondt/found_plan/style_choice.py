@@ -8,7 +8,7 @@ from tritondt.sharding.placement import parse_placements
 
 
 class StyleChoice(NamedTuple):
-    """A style by the name of its class and its arguments; layouts are text, as "R" and "S1".
+    """A style by the name of its class and its arguments; layouts are text, as "R" and "S1", None, or tuples of these.
 
     >>> StyleChoice("RowwiseParallel", (("unit", 4), ("output_layouts", "S1"))).code()
     'RowwiseParallel(unit=4, output_layouts=Shard(1))'
@@ -39,7 +39,15 @@ class StyleChoice(NamedTuple):
         True
         """
         kind, options = found
-        return cls(kind, tuple(options.items()))
+        return cls(kind, tuple((name, tuple(it) if isinstance(it, list) else it) for name, it in options.items()))
+
+    def with_options(self, **options: Any) -> "StyleChoice":
+        """The choice with other options in place of its own, or beside them.
+
+        >>> StyleChoice("RowwiseParallel", (("unit", 4),)).with_options(output_layouts="S1").code()
+        'RowwiseParallel(unit=4, output_layouts=Shard(1))'
+        """
+        return StyleChoice(self.kind, tuple({**dict(self.options), **options}.items()))
 
 
 def style(kind: str, **options: Any) -> StyleChoice:
@@ -51,11 +59,17 @@ WHOLE = style("ReplicateParallel")
 
 
 def _value(name: str, value: Any) -> Any:
-    return parse_placements(value)[0] if name.endswith("_layouts") else value
+    if not name.endswith("_layouts") or value is None:
+        return value
+    if isinstance(value, tuple):
+        return tuple(_value(name, each) for each in value)
+    return parse_placements(value)[0]
 
 
 def _code(name: str, value: Any) -> str:
-    if not name.endswith("_layouts"):
+    if not name.endswith("_layouts") or value is None:
         return repr(value)
+    if isinstance(value, tuple):
+        return f"({', '.join(_code(name, each) for each in value)})"
     (placement,) = parse_placements(value)
     return "Replicate()" if placement.is_replicate() else f"Shard({value[1:]})"

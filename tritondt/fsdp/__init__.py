@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from tritondt.fsdp.extensions import DTensorExtensions, register_fsdp_extensions
 from tritondt.fsdp.fully_shard import fully_shard
+from tritondt.fsdp.host_mesh import init_host_mesh
 from tritondt.fsdp.module import FSDPModule, UnshardHandle
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "fully_shard",
+    "init_host_mesh",
     "register_fsdp_extensions",
 ]

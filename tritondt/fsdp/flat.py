@@ -46,8 +46,56 @@ class Specs:
         return self.shards.with_placements([Partial(op)] * len(self.shards.placements))
 
 
+class Parts:
+    """Whole parameters cut among the ranks of a data mesh's last axis: the gather of what each has, and copies.
+
+    `offsets` are where the parameters begin in the flat tensor of whole ones, of `dtype`.
+    """
+
+    def __init__(
+        self, parameters: Sequence[ShardedParameter], data: DataMesh, offsets: list[int], dtype: torch.dtype
+    ) -> None:
+        coordinate = data.mesh.coordinate
+        assert coordinate is not None, f"{data.mesh} is that of the calling rank"
+        self.rank, self.num_ranks = coordinate[data.shard_axis], data.mesh.shape[data.shard_axis]
+        members = [parameter.member._replace(cuts=data.cuts) for parameter in parameters]
+        self.layout = FlatLayout(members, self.num_ranks)
+        self._specs = Specs(data, self.layout, dtype)
+        self._offsets, self._itemsize = offsets, dtype.itemsize
+        self._joins: Table | None = None
+        self._cuts: Table | None = None
+
+    def issue_gather(self, own: torch.Tensor) -> tuple[torch.Tensor, Work | None]:
+        """Issues the gather of what the ranks have: a collective call."""
+        if not self.layout.numel:
+            return own, None
+        return redistribute_local_async(own, self._specs.shards, self._specs.whole)
+
+    def refuse_gather(self, error: Exception) -> None:
+        """Tells the others why this rank takes no part in the gather."""
+        if self.layout.numel:
+            refuse_redistribution(self._specs.shards, self._specs.whole, error)
+
+    def join(self, gathered: torch.Tensor, whole: torch.Tensor) -> None:
+        """Copies what was gathered to the whole parameters."""
+        if self._joins is None:
+            self._joins = copy_table(self.layout.gathers(self._offsets, self._itemsize), whole.device)
+        self._joins.run([gathered.data_ptr()], [whole.data_ptr()], torch.get_num_threads())
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the whole parameters."""
+        own = allocate((self.layout.lengths[self.rank],), whole.dtype, whole.device)
+        if self._cuts is None:
+            self._cuts = copy_table(self.layout.cuts(self.rank, self._offsets, self._itemsize), whole.device)
+        self._cuts.run([whole.data_ptr()], [own.data_ptr()], torch.get_num_threads())
+        return own
+
+
 class FlatParameters:
-    """Parameters of one dtype that are gathered together; in forward they have `dtype_computed`."""
+    """Parameters of one dtype that are gathered together; in forward they have `dtype_computed`.
+
+    Between forward and backward they may be kept in parts on fewer ranks than hold the shards, and gathered from them.
+    """
 
     def __init__(
         self, parameters: Sequence[ShardedParameter], data: DataMesh, dtype_computed: torch.dtype | None
@@ -55,18 +103,16 @@ class FlatParameters:
         self.parameters, self.data = list(parameters), data
         self.dtype = parameters[0].spec.dtype
         self.dtype_computed = self.dtype if dtype_computed is None else dtype_computed
-        coordinate = data.mesh.coordinate
-        assert coordinate is not None, f"{data.mesh} is that of the calling rank"
-        self.rank = coordinate[data.shard_axis]
-        self.num_ranks = data.mesh.shape[data.shard_axis]
-        self.layout = FlatLayout([parameter.member for parameter in parameters], self.num_ranks)
-        self._specs = Specs(data, self.layout, self.dtype_computed)
+        self._offsets = list(accumulate(map(_aligned, self.parameters), initial=0))
+        self._shards = self._parts_on(data)
+        self.rank, self.num_ranks, self.layout = self._shards.rank, self._shards.num_ranks, self._shards.layout
+        # By the number of ranks among which parts are kept, and this rank's one while it is.
+        self._fewer: dict[int, Parts] = {}
+        self._kept: tuple[Parts, torch.Tensor] | None = None
         self.device = self._initial(0).device
         self.shard = self._place_shards()
-        self._offsets = list(accumulate(map(_aligned, self.parameters), initial=0))
         self._whole = self._place_whole()
-        self._table: Table | None = None
-        self._gathered: tuple[torch.Tensor, Work | None] | None = None
+        self._gathered: tuple[Parts, torch.Tensor, Work | None] | None = None
         self._refused: Exception | None = None  # why this rank takes no part in the gather that was asked for
         self.is_whole = False
         # Writes to the shards since they were last gathered; watched while what was gathered is kept.
@@ -75,6 +121,9 @@ class FlatParameters:
         # How often other values were gathered, how often others took the shards' place, and the writes to these then.
         self._num_contents, self._num_adoptions = 0, 0
         self._content = self._versions()
+
+    def _parts_on(self, data: DataMesh) -> Parts:
+        return Parts(self.parameters, data, self._offsets, self.dtype_computed)
 
     def _initial(self, number: int) -> torch.Tensor:
         found = self.parameters[number].initial
@@ -108,20 +157,23 @@ class FlatParameters:
     def gather(self) -> None:
         """Issues the gather of what the shards hold now, unless that is under way or here: a collective call."""
         try:
-            self._adopt()
             check_memory(self.shard, "a gather of fully_shard")
+            self._adopt()
         except Exception as error:
             if self.is_whole or self.is_under_way:
                 raise
             # Raised where the others raise that they have heard of it: what comes before that, all ranks exchange.
             self._refused = error
-            if self.layout.numel:
-                refuse_redistribution(self._specs.shards, self._specs.whole, error)
+            (self._shards if self._kept is None else self._kept[0]).refuse_gather(error)
             return
-        if self.is_whole or self.is_under_way:
-            if self._seen == self._counts():
-                return
+        if (self.is_whole or self.is_under_way or self._kept is not None) and self._seen != self._counts():
             self.drop()
+        if self.is_whole or self.is_under_way:
+            return
+        if self._kept is not None:
+            parts, own = self._kept
+            self._gathered = parts, *parts.issue_gather(own)
+            return
         self._watch = Watch(tuple(local for found in self.parameters for local in memory_of(found.sharded)))
         self._seen = self._counts()
         if self._content != self._versions():
@@ -129,10 +181,7 @@ class FlatParameters:
         source = self.shard
         if self.dtype is not self.dtype_computed:
             source = source.to(self.dtype_computed)
-        if self.layout.numel:
-            self._gathered = redistribute_local_async(source, self._specs.shards, self._specs.whole)
-        else:
-            self._gathered = source, None
+        self._gathered = self._shards, *self._shards.issue_gather(source)
 
     def wait(self) -> None:
         """Puts what was gathered in its place; PeerError and MismatchError where the gather failed."""
@@ -141,13 +190,12 @@ class FlatParameters:
             raise refused
         if self._gathered is None:
             return
-        (gathered, work), self._gathered = self._gathered, None
+        (parts, gathered, work), self._gathered = self._gathered, None
         if work is not None:
             work.wait()
+        self._kept = None
         reallocate(self._whole, self._whole.numel() * self._whole.element_size())
-        if self._table is None:
-            self._table = copy_table(self.layout.gathers(self._offsets, self._whole.element_size()), self.device)
-        self._table.run([gathered.data_ptr()], [self._whole.data_ptr()], torch.get_num_threads())
+        parts.join(gathered, self._whole)
         self.is_whole = True
         self._stamp(2 * self._num_contents)
         for parameter in self.parameters:
@@ -155,20 +203,32 @@ class FlatParameters:
             if parameter.whole.requires_grad is not needed:
                 parameter.whole.requires_grad_(needed)
 
-    def drop(self) -> None:
-        """Frees the whole parameters, and what is being gathered of them."""
+    def drop(self, num_keepers: int = 0) -> None:
+        """Frees the whole parameters, and what is being gathered of them.
+
+        Each `num_keepers` ranks keep them cut among themselves, until the next gather, which asks no others.
+        """
         self._refused = None
         if self._gathered is not None:
-            (_, work), self._gathered = self._gathered, None
+            (_, _, work), self._gathered = self._gathered, None
             if work is not None:
                 work.wait()
+        if not num_keepers:
+            self._kept = self._watch = None
         if self.is_whole:
+            if num_keepers:
+                self._keep(num_keepers)
             reallocate(self._whole, 0)
             self.is_whole = False
             self._stamp(2 * self._num_contents + 1)
             for parameter in self.parameters:
                 forget_prefetched(parameter.whole)
-        self._watch = None
+
+    def _keep(self, num_keepers: int) -> None:
+        parts = self._fewer.get(num_keepers)
+        if parts is None:
+            parts = self._fewer[num_keepers] = self._parts_on(self.data.in_groups_of(num_keepers))
+        self._kept = parts, parts.cut(self._whole)
 
     def _counts(self) -> tuple[int, ...]:
         """Counts of the writes to the shards, by operators as all ranks know them and to their memory."""

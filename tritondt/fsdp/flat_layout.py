@@ -107,6 +107,18 @@ class FlatLayout:
             for strides in (dense_strides(self.members[place.member].shape),)
         ]
 
+    def cuts(self, rank: int, offsets: Sequence[int], itemsize: int) -> list[CopyBox]:
+        """Copies of what a rank holds, out of dense members that lie at `offsets` in one source."""
+        boxes = []
+        for place in self.of_rank(rank):
+            strides = dense_strides(self.members[place.member].shape)
+            start = offsets[place.member] + self._offset(place, strides)
+            if prod(place.shape):
+                boxes.append(
+                    CopyBox(0, 0, start, place.offset, itemsize, place.shape, strides, dense_strides(place.shape))
+                )
+        return boxes
+
     def scatters(self, strides: Sequence[tuple[int, ...] | None]) -> list[CastBox]:
         """Copies of members, tensors with `strides`, to the flat tensor; a member without strides is left out.
 

@@ -37,7 +37,7 @@ def fully_shard(
     module: Any,
     *,
     mesh: DeviceMesh | Mesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = _DEFAULT_POLICY,
     offload_policy: OffloadPolicy | None = None,
@@ -57,9 +57,10 @@ def fully_shard(
     `mesh` is a slice, flattened or not, of the DeviceMesh with the tensor axis. It may also be that whole mesh, or a
     `Mesh`, with `dp_mesh_dims` (torch's DataParallelMeshDims, with `shard` and `replicate`). Default: the world.
     `reshard_after_forward` frees whole parameters between forward and backward (default: except for the outermost
-    module). `mp_policy` has the dtypes of forward and of the gather, of the gradients' messages, and of outputs;
-    gradients are added in float32. Parameters start as each rank has them. Forward, backward and `unshard` are
-    collective calls of `mesh`.
+    module). A number, a divisor of the ranks that shard, leaves them cut among each so many neighbours, as the GPUs of
+    a host, and backward gathers them there. `mp_policy` has the dtypes of forward and of the gather, of the gradients'
+    messages, and of outputs; gradients are added in float32. Parameters start as each rank has them. Forward, backward
+    and `unshard` are collective calls of `mesh`.
 
     Raises FullyShardError for a module that is sharded already, a module without parameters, and unsupported options;
     MeshError for a mesh that does not fit. Source: torch.distributed.fsdp.fully_shard.
@@ -74,8 +75,9 @@ def fully_shard(
     [((3, 3), (S0,)), ((2, 3), (S0,))]
     """
     modules = _checked_modules(module)
-    _check_options(reshard_after_forward, mp_policy, offload_policy)
+    _check_options(mp_policy, offload_policy)
     data = data_mesh(mesh, dp_mesh_dims)
+    frees_after_forward = _frees_after_forward(reshard_after_forward, data.mesh.shape[data.shard_axis])
     managed, children = _managed(modules)
     parameters = _parameters(modules, managed, children, data, ignored_params or set(), shard_placement_fn)
     if not parameters and not children:
@@ -89,7 +91,7 @@ def fully_shard(
         group.register(whole=False)
     for user in (user for parameter in parameters for user in parameter.users):
         user.module.__dict__[APART] = True
-    state = ShardedState(modules, managed, group, mp_policy, reshard_after_forward)
+    state = ShardedState(modules, managed, group, mp_policy, frees_after_forward)
     for tree in {id(child.tree): child.tree for child in children}.values():
         state.tree.take_over(tree)
     for each in modules:
@@ -119,12 +121,19 @@ def _checked_modules(module: Any) -> list[nn.Module]:
     return modules
 
 
-def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: Any) -> None:
-    if reshard_after_forward not in (None, True, False) or type(reshard_after_forward) is int:
+def _frees_after_forward(given: bool | int | None, num_ranks: int) -> bool | int | None:
+    """`reshard_after_forward` as torch means it: all ranks are True, and one alone, which has them whole, is False."""
+    if given is None or isinstance(given, bool):
+        return given
+    if given < 1 or num_ranks % given:
         raise FullyShardError(
-            f"fully_shard got reshard_after_forward={reshard_after_forward!r}; allowed are True, False and None: "
-            "parameters stay whole after forward or go back to all ranks, not to a part of them"
+            f"fully_shard got reshard_after_forward={given!r}; allowed are True, False, None, and a divisor of "
+            f"{num_ranks}, the number of ranks that shard: after forward each so many keep the parameters"
         )
+    return {1: False, num_ranks: True}.get(given, given)
+
+
+def _check_options(mp_policy: Any, offload_policy: Any) -> None:
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise FullyShardError(f"fully_shard got mp_policy={mp_policy!r}; allowed is a MixedPrecisionPolicy")
     if offload_policy is not None and type(offload_policy) is not OffloadPolicy:

@@ -65,10 +65,10 @@ class ParameterGroup:
             flat.wait()
 
     @_outside_modes
-    def free(self) -> None:
-        """Frees the whole parameters."""
+    def free(self, num_keepers: int = 0) -> None:
+        """Frees the whole parameters, which each `num_keepers` ranks keep cut among themselves."""
         for flat in self.flats:
-            flat.drop()
+            flat.drop(num_keepers)
 
     def register(self, *, whole: bool) -> None:
         """Makes the parameters of forward, or else the sharded ones, those of the modules."""

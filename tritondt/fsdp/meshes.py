@@ -40,6 +40,13 @@ class DataMesh(NamedTuple):
         """Number of the axis that shards, the last one."""
         return self.mesh.ndim - 1
 
+    def in_groups_of(self, num_ranks: int) -> "DataMesh":
+        """Data mesh of the same ranks in which only each `num_ranks` neighbours on the axis that shards share it."""
+        *others, size = self.mesh.shape
+        shape = (*others, size // num_ranks, num_ranks)
+        mesh = Mesh(shape, ranks=self.mesh.ranks, device_type=self.mesh.device_type)
+        return DataMesh(mesh, mesh, None, is_whole=False, cuts=(num_ranks,))
+
     def beside(self, tensor_mesh: Mesh | None) -> JointMesh:
         """Joint mesh with the axes of `tensor_mesh`; MeshError where no mesh is known that has both."""
         if tensor_mesh is None and not self.is_whole:

@@ -34,7 +34,7 @@ class ShardedState:
         managed: Sequence[nn.Module],
         group: ParameterGroup | None,
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
     ) -> None:
         self.modules, self.group, self.policy = list(modules), group, policy
         self._managed = list(managed)
@@ -129,7 +129,8 @@ class ShardedState:
             self._to_run.clear()
         # What was recomputed in backward is read there until that of the module has ended.
         if not self._to_run and not is_in_backward():
-            self._put_shards_back(frees=self._frees_after_forward())
+            frees = self._frees_after_forward()
+            self._put_shards_back(frees=bool(frees), num_keepers=0 if frees is True else frees)
         self.tree.leave(self)
         if output is None:
             return None
@@ -143,15 +144,19 @@ class ShardedState:
             return self._calls.pop()
         return Call(module)
 
-    def _put_shards_back(self, *, frees: bool) -> None:
-        """Puts the sharded parameters in place unless something still reads the whole ones, which `frees` frees."""
+    def _put_shards_back(self, *, frees: bool, num_keepers: int = 0) -> None:
+        """Puts the sharded parameters in place unless something still reads the whole ones, which `frees` frees.
+
+        Each `num_keepers` ranks keep those cut among themselves.
+        """
         if self.group is None or self.is_held or self._calls or self._begun:
             return
         self.group.register(whole=False)
         if frees and not self._has_graph_of_gradients:
-            self.group.free()
+            self.group.free(num_keepers)
 
-    def _frees_after_forward(self) -> bool:
+    def _frees_after_forward(self) -> bool | int:
+        """Whether whole parameters are freed after forward; a number where each so many ranks keep them."""
         if self.reshard_after_forward is None:
             return self.tree.root is not self
         return self.reshard_after_forward

@@ -15,6 +15,7 @@ from tritondt.nccl.bootstrap import bootstrap, init, join, library
 from tritondt.nccl.calls import Call
 from tritondt.nccl.communicator import Communicator
 from tritondt.nccl.memory import Buffer, Window
+from tritondt.nccl.window_sum import WindowSum
 
 __all__ = [
     "Buffer",
@@ -26,6 +27,7 @@ __all__ = [
     "NcclLibrary",
     "NcclUnsupportedError",
     "Window",
+    "WindowSum",
     "bootstrap",
     "empty",
     "init",

@@ -226,6 +226,9 @@ class LeaveModule(torch.autograd.Function):
         """Gradient of the output as its terms or parts have it; the bias's is the sum over all positions held here."""
         plan: OutputPlan = ctx.plan
         wanted = plan.gradient_of_target
+        if not ctx.use_local_output and ctx.bias_dtype is None and not is_differentiated(grad):
+            # Nothing reads the gradient as the output is laid out: terms are scattered, and not added on all ranks.
+            return None, None, _redistributed_part(grad, plan.gradient_of_source), None
         if not ctx.use_local_output:
             distributed = (
                 grad if grad._spec.layout is wanted.layout else grad.redistribute(placements=wanted.placements)
@@ -246,6 +249,14 @@ class LeaveModule(torch.autograd.Function):
         if plan.gradient_of_source is wanted:
             return None, None, grad, of_bias
         return None, None, redistribute_local(grad, wanted, plan.gradient_of_source), of_bias
+
+
+def _redistributed_part(grad: Any, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's part of a distributed gradient under another layout."""
+    if grad._spec.layout is not spec.layout:
+        grad = grad.redistribute(placements=spec.placements)
+    local: torch.Tensor = grad._local_tensor
+    return local
 
 
 def _leave_as_terms(

@@ -8,9 +8,11 @@ from torch import nn
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
 from tritondt.errors.arguments import first
-from tritondt.parallel.boundary import InputPlan, input_plan_of
+from tritondt.parallel.boundary import InputPlan, input_plan_of, output_plan_of
 from tritondt.parallel.local_run import LocalRun, check_input
+from tritondt.parallel.style import checked_layout
 from tritondt.parallel.weights import WeightStyle
+from tritondt.redistribution.refusals import refuse_redistribution
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 
@@ -25,10 +27,12 @@ class SequenceParallel(WeightStyle):
     """Style that runs a layer on this rank's part of the sequence, dim `sequence_dim` of its input and output.
 
     It is for layers that treat every position separately: norms, dropout, activations, nn.Linear, nn.Embedding, and
-    layers of your own without inner layers. A plain input counts as this rank's part of equally long ones; the output
-    is distributed unless `use_local_output`. The parameters' gradients, which are terms, are summed before hooks see
-    them, so backward is a collective call. Raises ParallelizeError for any other layer, and in forward where the layer
-    normalizes over `sequence_dim`. Source: torch.distributed.tensor.parallel.SequenceParallel.
+    layers of your own without inner layers. A plain input counts as this rank's part of equally long ones. The output
+    is distributed unless `use_local_output`, and laid out as `output_layouts` (default: as the input): with Replicate
+    the layers that share it gather it once, and their gradients are added and scattered once. The parameters'
+    gradients, which are terms, are summed before hooks see them, so backward is a collective call. Raises
+    ParallelizeError for any other layer and for Partial, and in forward where the layer normalizes over `sequence_dim`.
+    Source: torch.distributed.tensor.parallel.SequenceParallel.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.parallel.parallelize import parallelize_module
@@ -41,8 +45,13 @@ class SequenceParallel(WeightStyle):
     """
 
     @first("sequence_dim")  # it is used in the first forward
-    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+    def __init__(
+        self, *, sequence_dim: int = 1, output_layouts: Placement | None = None, use_local_output: bool = False
+    ) -> None:
         self.sequence_dim, self.use_local_output = sequence_dim, use_local_output
+        self.output_layouts = checked_layout(output_layouts, "output_layouts")
+        if isinstance(self.output_layouts, Partial):
+            raise ParallelizeError(f"output_layouts got {output_layouts}; allowed are Shard and Replicate")
 
     def parameter_placements(self, module: nn.Module, mesh: Mesh) -> dict[str, Placement]:
         """Replicate for every parameter."""
@@ -58,15 +67,15 @@ class SequenceParallel(WeightStyle):
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
         """Hooks that take and return this rank's positions."""
         kind = RandomRun if isinstance(module, nn.Dropout) else PositionRun
-        return kind(mesh, self.sequence_dim, self.use_local_output)
+        return kind(mesh, self.sequence_dim, self.output_layouts, self.use_local_output)
 
 
 class PositionRun(LocalRun):
     """A module that every rank runs on some positions of the sequence."""
 
-    def __init__(self, mesh: Mesh, dim: int, use_local_output: bool) -> None:
+    def __init__(self, mesh: Mesh, dim: int, wanted: Placement | None, use_local_output: bool) -> None:
         super().__init__(mesh)
-        self.cut, self.use_local_output = Shard(dim), use_local_output
+        self.cut, self.wanted, self.use_local_output = Shard(dim), wanted, use_local_output
 
     def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
         """Plan of own positions."""
@@ -84,14 +93,23 @@ class PositionRun(LocalRun):
         return Partial()
 
     def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: None) -> torch.Tensor:
-        """Own positions of the output."""
-        if self.use_local_output:
+        """Own positions of the output, or as wanted."""
+        if self.use_local_output and self.wanted is None:
             return output
         cut = input_plan.target.placements[0]
         assert isinstance(cut, Shard), f"{input_plan} leaves the sequence whole"
         dim = cut.dim
         shape = (*output.shape[:dim], input_plan.target.shape[dim], *output.shape[dim + 1 :])
-        return self.hand_out(output, cut, cut, shape, use_local_output=False)
+        wanted = cut if self.wanted is None else self.wanted
+        return self.hand_out(output, cut, wanted, shape, use_local_output=self.use_local_output)
+
+    def leave_out(self, module: nn.Module, input_plan: InputPlan, call: None, error: Exception) -> None:
+        """The others hear why no positions of this rank come, where these are redistributed."""
+        if self.wanted is not None:
+            given = input_plan.target
+            output_plan = output_plan_of(self.mesh, given.placements[0], self.wanted, given.shape, given.dtype)
+            if output_plan.moves:
+                refuse_redistribution(output_plan.source, output_plan.target, error)
 
 
 class RandomRun(PositionRun):
@@ -114,4 +132,7 @@ class RandomRun(PositionRun):
         return found
 
     def _give_out(self, module: nn.Module, output: Any) -> torch.Tensor | None:
-        return output.to_local() if isinstance(output, DTensor) and self.use_local_output else None
+        if not isinstance(output, DTensor):
+            return None
+        found: torch.Tensor = output if self.wanted is None else output.redistribute(placements=(self.wanted,))
+        return found.to_local() if self.use_local_output and isinstance(found, DTensor) else found

@@ -3,6 +3,7 @@
 Source and target may share all, some or no ranks. A rank takes part where it is in either mesh. Without Partial a plan
 is one exchange, in which every rank receives exactly what it lacks. Terms of a Partial are reduced where that moves
 least: at their receivers, in pieces among receivers that then gather, or on the source's mesh before they leave it.
+Over several hosts the fewest bytes between these come first, by the forms of between_hosts.py.
 """
 
 from collections.abc import Iterator
@@ -10,14 +11,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tritondt.errors import LayoutError
+from tritondt.planning.between_hosts import Hosts, MeshRanks, host_forms
 from tritondt.planning.cost import CostTable
 from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import MAX_COUNTED, Plan, Step, StepKind
-from tritondt.planning.planner import make_plan
+from tritondt.planning.planner import Steps, make_plan, with_fewest_between
 from tritondt.sharding.layout import Coordinate, Layout
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
-
-Steps = tuple[Step, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -28,11 +28,13 @@ def make_plan_across(
     target_ranks: tuple[int, ...],
     itemsize: int,
     costs: CostTable,
+    hosts: Hosts = (),
 ) -> Plan:
     """Plan between two meshes, equal on every rank; LayoutError for different tensors.
 
     The fewest bytes that all ranks together receive come first, then the fewest on the way of one rank, then steps.
-    Counted rank by rank up to 1,024 ranks; above, terms are reduced on the source's mesh.
+    Counted rank by rank up to 1,024 ranks; above, terms are reduced on the source's mesh. `hosts` has the number of the
+    host of each rank of either mesh, ascending, where the fewest bytes between hosts are to come before.
 
     >>> source, target = Layout((2,), (Partial(),), (4,)), Layout((2,), (Replicate(),), (4,))
     >>> print(make_plan_across(source, (0, 1), target, (2, 3), 4, CostTable()))
@@ -44,8 +46,12 @@ def make_plan_across(
             "they must be equal"
         )
     found = list(_candidates(source, source_ranks, target, target_ranks, itemsize, costs))
+    ranks = MeshRanks(source_ranks, target_ranks)
+    if len(set(hosts)) > 1:
+        knowing = [(crossing, len(steps), steps) for crossing, steps in host_forms(source, target, hosts, ranks)]
+        found = with_fewest_between(knowing, found, hosts, ranks.either)
     chosen = found[-1]
-    if len(found) > 1 and len({*source_ranks, *target_ranks}) <= MAX_COUNTED:
+    if len(found) > 1 and len(ranks.either) <= MAX_COUNTED:
         chosen = min(found, key=_price)
     return Plan(source, target, chosen, source_ranks, target_ranks)
 

@@ -3,7 +3,8 @@
 Source and target meet in items: an item is the part of one source region that one target region wants. A host holds an
 item, or terms of it, or lacks it. An item that a host lacks crosses once, cut among all of the host's ranks, and is
 spread inside; terms are reduced inside before they cross. A tuple says which rank is on which host, by position in the
-mesh: hosts may lie across any axes, and have different numbers of ranks.
+mesh: hosts may lie across any axes, and have different numbers of ranks. Between two meshes the positions are those of
+the ranks of either, ascending.
 """
 
 from collections import defaultdict
@@ -13,10 +14,11 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal, NamedTuple
 
-from tritondt.planning.exchange import Exchange, Part, Route, exchange_of_parts
+from tritondt.planning.exchange import Exchange, Part, Route, exchange_of_parts, with_peers
 from tritondt.planning.flat_pieces import flat_regions
 from tritondt.planning.plan import Step, moves_nothing
 from tritondt.sharding import intervals as regions
+from tritondt.sharding.coordinates import position_of
 from tritondt.sharding.intervals import Region
 from tritondt.sharding.layout import Coordinate, Layout
 from tritondt.sharding.placement import Partial, ReduceOp, Shard
@@ -33,8 +35,20 @@ _INSIDE: set[tuple[Stage, Stage]] = {("source", "terms"), ("shares", "target")}
 MOST_ITEMS = 50_000
 
 
+class MeshRanks(NamedTuple):
+    """Ranks of the world of a source's mesh and of a target's, each in row-major order."""
+
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+    @property
+    def either(self) -> tuple[int, ...]:
+        """Ranks of either mesh, ascending: the positions that hosts and spans count by."""
+        return tuple(sorted({*self.source, *self.target}))
+
+
 class Span(NamedTuple):
-    """Elements [start, stop) of an item, in its row-major order, at the rank of a position in the mesh."""
+    """Elements [start, stop) of an item, in its row-major order, at the rank of a position."""
 
     position: int
     start: int
@@ -69,14 +83,16 @@ class _Cover(NamedTuple):
 
 
 class Pairing:
-    """The items of a source and a target, and the hosts that hold and want each, on one mesh.
+    """The items of a source and a target, and the hosts that hold and want each, on one mesh or between two.
 
-    No axis becomes Partial from source to target. `pairing_of` makes equal ones one object.
+    On one mesh, where `ranks` is None, no axis becomes Partial from source to target. `pairing_of` makes equal ones one
+    object.
     """
 
-    def __init__(self, source: Layout, target: Layout, hosts: Hosts) -> None:
-        self.source, self.target, self.hosts = source, target, hosts
-        route = Route(source, target)
+    def __init__(self, source: Layout, target: Layout, hosts: Hosts, ranks: MeshRanks | None = None) -> None:
+        self.source, self.target, self.hosts, self.ranks = source, target, hosts, ranks
+        self.route = route = Route(source, target) if ranks is None else Route(source, target, *ranks)
+        self.members: Sequence[int] = range(len(hosts)) if ranks is None else ranks.either
         self.reduced_axes, self._kept_axes = route.reduced_axes, tuple(sorted(route.kept_axes))
         self._held_axes = (*self._kept_axes, *source.axes_where(Shard))
         self._wanted_axes = (*self._kept_axes, *target.axes_where(Shard))
@@ -92,14 +108,21 @@ class Pairing:
 
     def _enter(self, route: Route) -> dict[Indices, Coordinate]:
         """Notes what each rank holds and wants; the first coordinate that wants each target region."""
-        first = dict[Indices, Coordinate]()
-        for position, (coordinate, host) in enumerate(zip(self.source.coordinates(), self.hosts, strict=True)):
+        for position, host in enumerate(self.hosts):
             self._place.append(len(self._ranks_of[host]))
             self._ranks_of[host].append(position)
-            held, wanted = (tuple(coordinate[axis] for axis in axes) for axes in (self._held_axes, self._wanted_axes))
-            terms = self._holders.setdefault(held, {}).setdefault(host, {})
+        place_of = {rank: position for position, rank in enumerate(self.members)}
+        sources, targets = (self.members, self.members) if self.ranks is None else self.ranks
+        for rank, coordinate in zip(sources, self.source.coordinates(), strict=True):
+            position, held = place_of[rank], tuple(coordinate[axis] for axis in self._held_axes)
+            terms = self._holders.setdefault(held, {}).setdefault(self.hosts[position], {})
             terms.setdefault(route.contribution(coordinate), []).append(position)
-            self._wanting.setdefault(wanted, {}).setdefault(host, []).append(position)
+        first = dict[Indices, Coordinate]()
+        for rank, coordinate in zip(targets, self.target.coordinates(), strict=True):
+            if route.takes_nothing(coordinate):
+                continue
+            position, wanted = place_of[rank], tuple(coordinate[axis] for axis in self._wanted_axes)
+            self._wanting.setdefault(wanted, {}).setdefault(self.hosts[position], []).append(position)
             first.setdefault(wanted, coordinate)
         return first
 
@@ -145,6 +168,12 @@ class Pairing:
     def are_summed_between(self) -> bool:
         """Whether the terms of any item are on several hosts, none of which has them all."""
         return not all(self._cover(item).full for item in self.items)
+
+    def ranks_at(self, stage: Stage) -> tuple[int, ...] | None:
+        """Ranks of the world that may hold items at a stage; None on one mesh."""
+        if self.ranks is None:
+            return None
+        return {"source": self.ranks.source, "target": self.ranks.target}.get(stage, self.ranks.either)
 
     def num_contributors(self, stage: Stage) -> int:
         """Most terms that come together for an item when it leaves a stage."""
@@ -345,9 +374,9 @@ def _cover(terms: Mapping[int, Mapping[int, object]], num_terms: int, wanting: S
 
 
 @lru_cache(maxsize=256)
-def pairing_of(source: Layout, target: Layout, hosts: Hosts) -> Pairing | None:
+def pairing_of(source: Layout, target: Layout, hosts: Hosts, ranks: MeshRanks | None = None) -> Pairing | None:
     """The pairing of two layouts over hosts; None where its items are too many to be listed."""
-    found = Pairing(source, target, hosts)
+    found = Pairing(source, target, hosts, ranks)
     return found if len(found.items) <= MOST_ITEMS else None
 
 
@@ -366,12 +395,13 @@ class HostShares:
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """Shape of the mesh."""
-        return self.pairing.source.mesh_shape
+        """Shape of the mesh; between two meshes the ranks of either are one axis."""
+        pairing = self.pairing
+        return pairing.source.mesh_shape if pairing.ranks is None else (len(pairing.members),)
 
     def regions(self, coordinate: Coordinate) -> tuple[Region, ...]:
         """Regions that a coordinate holds, in the order in which they lie in its tensor."""
-        position, pairing = self.pairing.source.position(coordinate), self.pairing
+        position, pairing = position_of(coordinate, self.mesh_shape), self.pairing
         return tuple(
             region
             for item in pairing.items
@@ -443,9 +473,26 @@ class HostStep(Step):
         """All axes, unless nobody sends anything."""
         return () if self.kind == "local" else tuple(range(len(self.pairing.source.mesh_shape)))
 
+    def fill_op_of(self, rank: int) -> ReduceOp | None:
+        """Op whose identity fills the target of a rank: of those of the target's mesh that take nothing."""
+        coordinate = self.target_coordinate(rank) if isinstance(self.target, Layout) else None
+        if coordinate is None or not self.pairing.route.takes_nothing(coordinate):
+            return None
+        placements = self.pairing.target.placements
+        return next(placement.reduce_op for placement in placements if isinstance(placement, Partial))
+
+    def exchange_of(self, rank: int) -> Exchange:
+        """Sends, receives and keeps of a rank; peers are ranks as well."""
+        members = self.pairing.members
+        if rank not in members:
+            return Exchange((), (), ())
+        return with_peers(self._exchange_at(members.index(rank)), members)
+
     def exchange(self, coordinate: Coordinate) -> Exchange:
-        """Sends, receives and keeps of the rank at `coordinate`; peers are mesh positions."""
-        own = self.pairing.source.position(coordinate)
+        """Sends, receives and keeps of the rank at `coordinate` on one mesh; peers are mesh positions."""
+        return self._exchange_at(self.pairing.source.position(coordinate))
+
+    def _exchange_at(self, own: int) -> Exchange:
         sends, receives = defaultdict[int, list[Part]](list), defaultdict[int, list[Part]](list)
         flows = _flows(self.pairing, self.before, self.after, self.pairing.hosts[own]).get(own, [])
         for item, (server, receiver, contribution, start, stop) in flows:
@@ -457,12 +504,16 @@ class HostStep(Step):
         return exchange_of_parts(sends, receives, own, 0 if self.kind == "reduce" else 1)
 
 
-def host_forms(source: Layout, target: Layout, hosts: Hosts) -> list[tuple[int, tuple[HostStep, ...]]]:
+def host_forms(
+    source: Layout, target: Layout, hosts: Hosts, ranks: MeshRanks | None = None
+) -> list[tuple[int, tuple[HostStep, ...]]]:
     """Forms that know hosts, each with the elements that cross between these; none where items cannot be listed.
 
-    No axis becomes Partial from `source` to `target`.
+    On one mesh no axis becomes Partial from `source` to `target`.
     """
-    pairing = None if moves_nothing(source, target) else pairing_of(source, target, hosts)
+    if ranks is None and moves_nothing(source, target):
+        return []
+    pairing = pairing_of(source, target, hosts, ranks)
     if pairing is None:
         return []
     stages: list[tuple[Stage, ...]] = [("source", "target"), ("source", "shares", "target")]
@@ -485,6 +536,8 @@ def _steps(pairing: Pairing, stages: Sequence[Stage]) -> tuple[HostStep, ...]:
             "reduce" if reduces else "exchange" if pairing.moves(*stages[number : number + 2]) else "local",
             holdings[number],
             holdings[number + 1],
+            source_ranks=pairing.ranks_at(stages[number]),
+            target_ranks=pairing.ranks_at(stages[number + 1]),
             pairing=pairing,
             before=stages[number],
             after=stages[number + 1],

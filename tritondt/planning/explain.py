@@ -234,7 +234,8 @@ def explain_plan(
     """
     ranks, moved_itemsize = plan.ranks, itemsize if wire is None else wire.wire_itemsize
     near = near_ranks(costs, len(ranks), rank)
-    own_host = hosts.count(hosts[rank]) if hosts else len(ranks)
+    host_of = dict(zip(ranks, hosts, strict=True)) if hosts else {}
+    own_host = hosts.count(host_of[rank]) if rank in host_of else len(ranks)
     is_across = plan.source_ranks is not None
     reports, peers, peak = [], set[int](), 0
     for step in plan.steps:
@@ -244,14 +245,14 @@ def explain_plan(
             report = collective_report(step, step.collective, itemsize, costs, plan.coordinate(rank))
         elif wire is None or not step.moving_axes:
             seconds, stored = step_cost(step, itemsize, costs).seconds, rank_blocks(step, rank)
-            chunk_bytes = costs.chunk_bytes(own_host) if not hosts or is_near(step, hosts) else 0
+            chunk_bytes = costs.chunk_bytes(own_host) if not hosts or is_near(step, hosts, ranks) else 0
             report = step_report(step, found, stored, itemsize, seconds, chunk_bytes, alignment, near)
         else:
             report = cast_report(step, found, wire, step_cost(step, wire.wire_itemsize, costs).seconds)
         reports.append(report)
         peak = max(peak, report.packed_bytes + report.staged_bytes + _between_bytes(plan.steps, step, rank, itemsize))
-    far = elements_between_hosts(plan.steps, hosts, [rank])
-    between = elements_between_hosts(plan.steps, hosts, range(len(hosts)) if len(hosts) <= _MOST_COUNTED else ())
+    far = elements_between_hosts(plan.steps, host_of, [rank])
+    between = elements_between_hosts(plan.steps, host_of, ranks if len(hosts) <= _MOST_COUNTED else ())
     reasons = list[str | None]()
     if not is_across:
         reasons += why_more_bytes(plan, moved_itemsize, costs), why_collective(plan, moved_itemsize, costs, dtype)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import permutations
 
 from tritondt.errors import LayoutError, MeshError
-from tritondt.planning.between_hosts import Hosts, HostStep, host_forms, pairing_of
+from tritondt.planning.between_hosts import Hosts, HostStep, MeshRanks, host_forms, pairing_of
 from tritondt.planning.collectives import collective_between, is_offered
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import Route
@@ -50,10 +50,7 @@ def make_plan(
 
 
 def _with_least_between(source: Layout, target: Layout, hosts: Hosts, found: list[Steps]) -> list[Steps]:
-    """Forms with the fewest elements between hosts: of one exchange where these do, else those that know hosts.
-
-    Of the latter, those with the fewest steps.
-    """
+    """Forms of one mesh with the fewest elements between hosts."""
     scaled = _with_scaled_terms(source, target)
     middle = _without_free_terms(scaled, target)
     first: Steps = () if scaled is source else (Step("scale", source, scaled),)
@@ -62,44 +59,65 @@ def _with_least_between(source: Layout, target: Layout, hosts: Hosts, found: lis
         (num_crossing + between_hosts(last, hosts), len(steps), first + steps + last)
         for num_crossing, steps in host_forms(scaled, middle, hosts)
     ]
+    return with_fewest_between(knowing, found, hosts)
+
+
+def with_fewest_between(
+    knowing: Sequence[tuple[int, int, Steps]], found: list[Steps], hosts: Hosts, ranks: Sequence[int] = ()
+) -> list[Steps]:
+    """Forms with the fewest elements between hosts: of those `found` where these do, else of those that know hosts.
+
+    `knowing` has the latter, each with its elements between hosts and its number of steps: those with the fewest steps
+    are taken. For `ranks` see `between_hosts`.
+    """
     if not knowing:
         return found
     least, fewest = min(form[:2] for form in knowing)
-    crossing = [between_hosts(steps, hosts) for steps in found]
+    crossing = [between_hosts(steps, hosts, ranks) for steps in found]
     if min(crossing) <= least * (1 if len(hosts) <= _MOST_COUNTED else _SAMPLED_EXCESS):
         return [steps for steps, num_crossing in zip(found, crossing, strict=True) if num_crossing == min(crossing)]
     return [steps for num_crossing, num_steps, steps in knowing if (num_crossing, num_steps) == (least, fewest)]
 
 
-def is_near(step: Step, hosts: Hosts) -> bool:
-    """Whether all messages of a step stay inside hosts; not known of exchanges among more than 64 ranks."""
+def is_near(step: Step, hosts: Hosts, ranks: Sequence[int] = ()) -> bool:
+    """Whether all messages of a step stay inside hosts; not known of exchanges among more than 64 ranks.
+
+    For `ranks` see `between_hosts`.
+    """
     if isinstance(step, HostStep):
         return step.is_near
-    return len(hosts) <= _MOST_COUNTED and between_hosts((step,), hosts) == 0
+    return len(hosts) <= _MOST_COUNTED and between_hosts((step,), hosts, ranks) == 0
 
 
-def between_hosts(steps: Steps, hosts: Hosts) -> int:
+def between_hosts(steps: Steps, hosts: Hosts, ranks: Sequence[int] = ()) -> int:
     """Elements that cross between hosts in some steps, counted rank by rank up to 64 ranks, estimated from 64 above.
+
+    Between two meshes `ranks` are those of either, ascending, whose hosts are given.
 
     >>> rows = Layout((4,), (Shard(0),), (8,))
     >>> between_hosts(make_plan(rows, rows.with_placements([Replicate()]), 4, CostTable()).steps, (0, 0, 1, 1))
     16
     """
-    counted = range(0, len(hosts), -(-len(hosts) // _MOST_COUNTED))
-    return sum(elements_between_hosts(steps, hosts, counted).values()) * len(hosts) // len(counted)
+    ranks = ranks or range(len(hosts))
+    counted = ranks[:: -(-len(hosts) // _MOST_COUNTED)]
+    host_of = dict(zip(ranks, hosts, strict=True))
+    return sum(elements_between_hosts(steps, host_of, counted).values()) * len(hosts) // len(counted)
 
 
-def least_between_hosts(source: Layout, target: Layout, hosts: Hosts) -> int | None:
+def least_between_hosts(source: Layout, target: Layout, hosts: Hosts, ranks: MeshRanks | None = None) -> int | None:
     """The fewest elements that can cross between hosts, whatever the plan; None where they are too many to be counted.
 
     Where an axis becomes Partial, of the plans that hold its new terms where the source holds elements, or at index 0.
+    With `ranks` source and target are on two meshes, and `hosts` has the host of each rank of either, ascending.
 
     >>> terms = Layout((4,), (Partial(),), (8,))
     >>> least_between_hosts(terms, terms.with_placements([Replicate()]), (0, 0, 1, 1))
     16
     """
-    scaled = _with_scaled_terms(source, target)
-    pairing = pairing_of(scaled, _without_free_terms(scaled, target), hosts)
+    if ranks is None:
+        source = _with_scaled_terms(source, target)
+        target = _without_free_terms(source, target)
+    pairing = pairing_of(source, target, hosts, ranks)
     return None if pairing is None else pairing.least_between_hosts
 
 

@@ -5,9 +5,9 @@ of any length goes through them in chunks, one a round, which both of its sides 
 
 On a GPU it is the receiver's arena that a message is packed into, whole. Every other rank of the host has two slots
 there, and for each slot two words: one in which it counts the messages that it has packed, and one in which it counts
-those that it has unpacked from this rank's slot in its own arena. Which slot an exchange takes follows from its
-fingerprint, so that two exchanges in turns seldom wait for each other, and a CUDA graph replays an exchange with the
-slot that it was captured with, beside others that nobody captured.
+those that it has unpacked from this rank's slot in its own arena. The messages of a pair take the slots in turns, by
+counts that are in the GPUs' memory: a message is packed while the one before it is still read, and a CUDA graph that is
+replayed counts on, beside exchanges that nobody captured.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ _PAGE = 4096
 _PAST_CACHE_BYTES = 8 << 20
 NUM_SLOTS = 2
 # A line of a GPU's cache; two ranks that poll write to none alike.
-_DEVICE_LINE = 128
+WORD_BYTES = 128
 # Slots start where an allocator of CUDA's would have put them.
 _SLOT_ALIGNMENT = 512
 # Lines of a board: two bells and the progress of its rank, and two announcements for each rank.
@@ -84,7 +84,7 @@ class DeviceSlots(NamedTuple):
 
     @property
     def _first_slot(self) -> int:
-        return _rounded_up(2 * NUM_SLOTS * self.num_ranks * _DEVICE_LINE)
+        return _rounded_up(2 * NUM_SLOTS * self.num_ranks * WORD_BYTES)
 
     def start(self, sender: int, slot: int) -> int:
         """First byte of a sender's slot.
@@ -100,11 +100,11 @@ class DeviceSlots(NamedTuple):
         >>> DeviceSlots(2, 1024).packed_word(1, 0), DeviceSlots(2, 1024).unpacked_word(0, 0)
         (256, 512)
         """
-        return (NUM_SLOTS * sender + slot) * _DEVICE_LINE
+        return (NUM_SLOTS * sender + slot) * WORD_BYTES
 
     def unpacked_word(self, receiver: int, slot: int) -> int:
         """Where `receiver` counts the messages of this arena's rank that it has unpacked from its own arena."""
-        return (NUM_SLOTS * (self.num_ranks + receiver) + slot) * _DEVICE_LINE
+        return (NUM_SLOTS * (self.num_ranks + receiver) + slot) * WORD_BYTES
 
 
 def device_slots(arena_bytes: int, num_ranks: int) -> DeviceSlots:
@@ -116,15 +116,6 @@ def device_slots(arena_bytes: int, num_ranks: int) -> DeviceSlots:
     left = arena_bytes - DeviceSlots(num_ranks, 0).num_bytes
     slot_bytes = max(left, 0) // (NUM_SLOTS * num_ranks) // _SLOT_ALIGNMENT * _SLOT_ALIGNMENT
     return DeviceSlots(num_ranks, slot_bytes)
-
-
-def slot_of(fingerprint: int) -> int:
-    """Number of the slot that an exchange takes.
-
-    >>> slot_of(6), slot_of(7)
-    (0, 1)
-    """
-    return fingerprint % NUM_SLOTS
 
 
 def _rounded_up(num_bytes: int) -> int:

@@ -21,7 +21,6 @@ from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Plan, Step, common_cuts
 from tritondt.planning.spread import Spread
 from tritondt.sharding import intervals as regions
-from tritondt.sharding.coordinates import coordinate_at
 from tritondt.sharding.cut import ChunkCut
 from tritondt.sharding.intervals import Intervals, Region
 from tritondt.sharding.layout import Coordinate, Layout
@@ -154,10 +153,13 @@ def rank_traffic(plan: Plan, itemsize: int) -> RankTraffic:
     return RankTraffic(plan.source.num_ranks, dict(links), tuple(messages))
 
 
-def elements_between_hosts(steps: Iterable[Step], hosts: Hosts, ranks: Iterable[int]) -> dict[tuple[int, int], int]:
+def elements_between_hosts(
+    steps: Iterable[Step], hosts: Mapping[int, int] | Hosts, ranks: Iterable[int]
+) -> dict[tuple[int, int], int]:
     """Elements that some ranks receive from other hosts in all of some steps, by sending and receiving host.
 
-    `hosts` has the number of the host of each position in the mesh, and `ranks` are such positions.
+    `hosts` has the number of the host of each position in the mesh, and `ranks` are such positions; between two meshes
+    those of each rank of either, and such ranks.
 
     >>> from tritondt.sharding.placement import parse_placements
     >>> source, target = (Layout((4,), parse_placements(text), (8,)) for text in ("S0", "R"))
@@ -168,7 +170,7 @@ def elements_between_hosts(steps: Iterable[Step], hosts: Hosts, ranks: Iterable[
     moving = [step for step in steps if step.moving_axes]
     for rank in ranks if hosts else ():
         for step in moving:
-            for message in step.exchange(coordinate_at(rank, step.source.mesh_shape)).receives:
+            for message in step.exchange_of(rank).receives:
                 if hosts[message.peer] != hosts[rank]:
                     found[hosts[message.peer], hosts[rank]] += message.numel
     return dict(found)

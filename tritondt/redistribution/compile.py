@@ -16,7 +16,7 @@ from tritondt.errors.arguments import checked
 from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.planning.across import make_plan_across
 from tritondt.planning.alignment import DENSE, NCCL_ALIGNMENT
-from tritondt.planning.between_hosts import Hosts
+from tritondt.planning.between_hosts import Hosts, MeshRanks
 from tritondt.planning.collectives import group_of
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import with_peers
@@ -59,8 +59,8 @@ def plan_across(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtyp
         )
     check_dtypes(source, target)
     itemsize = (source.dtype if wire_dtype is None else wire_dtype).itemsize
-    costs = world.current().costs_for(source.mesh.device_type)
-    return make_plan_across(source.layout, source.mesh.ranks, target.layout, target.mesh.ranks, itemsize, costs)
+    sides = (source.layout, source.mesh.ranks, target.layout, target.mesh.ranks)
+    return make_plan_across(*sides, itemsize, _costs_of(source), hosts_of(source, target, wire_dtype))
 
 
 def plan_for(
@@ -79,21 +79,21 @@ def plan_for(
     itemsize = (source.dtype if wire_dtype is None else wire_dtype).itemsize
     dtype = "" if in_messages else _collected_dtype(source, wire_dtype)
     costs = _costs_of(source) if wire_dtype is None else _costs_of(source).for_wire()
-    return make_plan(source.layout, target.layout, itemsize, costs, dtype, _hosts_of(source, wire_dtype))
+    return make_plan(source.layout, target.layout, itemsize, costs, dtype, hosts_of(source, target, wire_dtype))
 
 
-def _hosts_of(spec: DTensorSpec, wire_dtype: torch.dtype | None) -> Hosts:
-    """Hosts of the ranks of a spec's mesh, for plans with the fewest bytes between these; () where it has one host.
+def hosts_of(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None) -> Hosts:
+    """Hosts of the ranks of a plan, for the fewest bytes between these; () where all are on one host.
 
-    NCCL knows the hosts itself. Elements that travel with scales are rounded at every step, and take only one.
+    They are of the positions of the one mesh, or of the ranks of either of two, ascending. NCCL knows the hosts itself.
+    Elements that travel with scales are rounded at every step, and take only one.
     """
-    if (
-        spec.mesh.device_type != "cpu"
-        or len(spec.mesh.ranks) == 1
-        or (wire_dtype is not None and is_scaled(wire_dtype))
-    ):
+    ranks = source.mesh.ranks
+    if not is_one_grid(source, target):
+        ranks = MeshRanks(ranks, target.mesh.ranks).either
+    if source.mesh.device_type != "cpu" or len(ranks) == 1 or (wire_dtype is not None and is_scaled(wire_dtype)):
         return ()
-    found = world.current().hosts(spec.mesh.ranks)
+    found = world.current().hosts(ranks)
     return found if len(set(found)) > 1 else ()
 
 
@@ -125,24 +125,39 @@ def _carried(
 ) -> tuple[Plan, tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Plan of a pair of specs, ranks of the communicator in whose order it runs, and ranks that exchange in each step.
 
-    The order is that of the widest of its exchanges. Between two meshes all exchanges are among the ranks of both.
+    The order is that of the widest of its exchanges. Between two meshes these are among the ranks of either.
     """
+    hosts = hosts_of(source, target, wire_dtype)
     if is_one_grid(source, target):
         plan = plan_for(source, target, wire_dtype, in_messages=in_messages)
-        carriers = _carriers(plan, source, _hosts_of(source, wire_dtype))
-        return plan, max(carriers, key=len, default=()) or tuple(sorted(source.mesh.ranks)), carriers
-    plan = plan_across(source, target, wire_dtype)
-    whole = tuple(plan.ranks)
-    return plan, whole, tuple(whole if step.moving_axes else () for step in plan.steps)
+        whole, carriers = tuple(sorted(source.mesh.ranks)), _carriers(plan, source, hosts)
+    else:
+        plan = plan_across(source, target, wire_dtype)
+        whole = tuple(plan.ranks)
+        carriers = _carriers_on_hosts(plan, whole, source.mesh.identity.rank, hosts)
+    return plan, max(carriers, key=len, default=()) or whole, carriers
+
+
+def _carriers_on_hosts(plan: Plan, ranks: tuple[int, ...], rank: int, hosts: Hosts) -> tuple[tuple[int, ...], ...]:
+    """Ranks that exchange in each step of a plan of `ranks`: all, those of the host of `rank` where these do, or none.
+
+    `hosts` has the host of each of `ranks`, or is () where all are on one.
+    """
+    whole = near = tuple(sorted(ranks))
+    if hosts and rank in whole:
+        own = hosts[ranks.index(rank)]
+        near = tuple(sorted(other for other, host in zip(ranks, hosts, strict=True) if host == own))
+    across = ranks if plan.source_ranks is not None else ()
+    return tuple(
+        (near if hosts and is_near(step, hosts, across) else whole) if step.moving_axes else () for step in plan.steps
+    )
 
 
 def _carriers(plan: Plan, spec: DTensorSpec, hosts: Hosts) -> tuple[tuple[int, ...], ...]:
-    """Ranks that exchange in each step of a plan, ascending: of the mesh, of this rank's host, or none."""
+    """Ranks that exchange in each step of a plan on one mesh, ascending: of the mesh, of this rank's host, or none."""
     whole, coordinate = tuple(sorted(spec.mesh.ranks)), spec.coordinate
     if hosts and coordinate is not None:
-        own = hosts[spec.layout.position(coordinate)]
-        near = tuple(sorted(rank for rank, host in zip(spec.mesh.ranks, hosts, strict=True) if host == own))
-        return tuple((near if is_near(step, hosts) else whole) if step.moving_axes else () for step in plan.steps)
+        return _carriers_on_hosts(plan, spec.mesh.ranks, spec.mesh.identity.rank, hosts)
     collective = plan.steps[-1].collective if plan.steps else None
     if collective is not None and coordinate is not None:
         places = group_of(spec.mesh.shape, collective.axes, coordinate)
@@ -199,11 +214,12 @@ def explain(
         target = target_spec(source, tuple(target), None if order is None else tuple(order))
     wire = narrower(source.dtype, wire_dtype)
     costs, itemsize = _costs_of(source), source.dtype.itemsize
+    hosts = hosts_of(source, target, wire)
     if is_one_grid(source, target):
-        plan, hosts = plan_for(source, target, wire), _hosts_of(source, wire)
+        plan = plan_for(source, target, wire)
         rank = 0 if source.coordinate is None else source.layout.position(source.coordinate)
     else:
-        plan, rank, hosts = plan_across(source, target, wire), source.mesh.identity.rank, ()
+        plan, rank = plan_across(source, target, wire), source.mesh.identity.rank
     return explain_plan(
         plan,
         rank,

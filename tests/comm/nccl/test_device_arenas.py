@@ -166,7 +166,7 @@ def live_memory(rank: int) -> int:
 
 
 def send_before_it_is_read(rank: int) -> list[bool]:
-    """Rank 0, which has the only row, sends three times, and rank 1 comes late."""
+    """Rank 0, which has the only row, sends three times, and rank 1 comes late: two messages are packed meanwhile."""
     mesh = T.Mesh((2,))
     locals_ = [torch.full((1 - rank, 8), float(number)) for number in range(3)]
     rows = [T.DTensor.from_local(local, mesh, [T.Shard(0)], shape=(1, 8), stride=(8, 1)) for local in locals_]
@@ -174,7 +174,10 @@ def send_before_it_is_read(rank: int) -> list[bool]:
     gate = Gate(communicator_of(mesh)._queue.stream._stream) if rank else None
     moved = [row.redistribute(placements=[T.Replicate()], async_op=True) for row in rows]
     works: list[Any] = [each.work for each in moved]
-    time.sleep(0.2)
+    ends_at = time.monotonic() + 60
+    while rank == 0 and not works[1].is_completed() and time.monotonic() < ends_at:
+        time.sleep(0.01)
+    time.sleep(0.1)  # the third would be packed now
     are_over = [work.is_completed() for work in works]
     dist.barrier()
     if gate is not None:
@@ -185,7 +188,54 @@ def send_before_it_is_read(rank: int) -> list[bool]:
 
 
 def test_a_slot_is_packed_again_when_it_has_been_read(two_ranks: GlooRanks) -> None:
-    assert two_ranks.run(send_before_it_is_read) == [[False] * 3] * 2
+    assert two_ranks.run(send_before_it_is_read) == [[True, True, False], [False] * 3]
+
+
+def count_launches(rank: int) -> list[list[tuple[int, int]]]:
+    """Launches of each exchange through slots, and messages that NCCL carried beside; of two repeats."""
+    mesh = T.Mesh((4,))
+    communicator, found = communicator_of(mesh), list[list[tuple[int, int]]]()
+    for source, target in PAIRS[:4]:
+        placed, wanted = T.parse_placements(source), T.parse_placements(target)
+        local = whole_tensor(8, 8) if source == "P" else whole_tensor(8, 8).chunk(4)[rank]
+        x = T.DTensor.from_local(local, mesh, placed, shape=(8, 8), stride=(8, 1))
+        x.redistribute(placements=wanted)
+        counts, launch, run = list[tuple[int, int]](), communicator._launch, communicator._run_plan
+
+        def counted(plan: Any, *arguments: Any, run: Any = run, launch: Any = launch, counts: Any = counts) -> None:
+            launched = list[Any]()
+
+            def note(*given: Any) -> None:
+                launched.append(given)
+                launch(*given)
+
+            communicator._launch = note
+            run(plan, *arguments)
+            communicator._launch = launch
+            counts.append((len(launched), len(plan.far_sends) + len(plan.far_receives)))
+
+        communicator._run_plan = counted
+        x.redistribute(placements=wanted)
+        x.redistribute(placements=wanted)
+        del communicator._run_plan
+        found.append(counts)
+    return found
+
+
+def test_an_exchange_is_two_launches(four_ranks: GlooRanks) -> None:
+    """S0 -> R, S0 -> S1 and sums of terms: one that packs and publishes, and one that awaits and unpacks, or adds."""
+    for of_pairs in four_ranks.run(count_launches):
+        for counts in of_pairs:
+            assert counts
+            assert set(counts) == {(2, 0)}
+
+
+@pytest.mark.extended
+def test_messages_to_other_hosts_add_no_launch() -> None:
+    with placed_ranks(4, use_two_hosts) as ranks:
+        for of_pairs in ranks.run(count_launches):
+            for counts in of_pairs[:2]:
+                assert set(counts) == {(2, 4)}
 
 
 PAIRS = (("S0", "R"), ("S0", "S1"), ("P", "R"), ("P", "S1"), ("R", "S0"))

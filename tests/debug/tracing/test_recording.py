@@ -19,6 +19,7 @@ from tritondt.debug.tracing.recording import Recording
 from tritondt.dtensor.tensor import DTensor
 from tritondt.process_group.router import Router
 from tritondt.redistribution import compile as compiling
+from tritondt.redistribution.compile import hosts_of
 
 X = torch.arange(24.0).view(4, 6)
 
@@ -76,7 +77,7 @@ def test_messages_of_both_sides_name_the_same_exchanges(records):
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("other", [(0, 1), (2, 3), (1, 2)])
 def test_explanations_of_a_trace_are_those_of_explain(other, wire_dtype):
-    """On one mesh and between two, which share no rank or some."""
+    """On one mesh and between two, which share no rank or some, on one host and on two."""
 
     def both(rank: int) -> tuple[str, str] | None:
         meta = T.TensorMeta.contiguous((6, 4))
@@ -84,12 +85,15 @@ def test_explanations_of_a_trace_are_those_of_explain(other, wire_dtype):
         target = T.DTensorSpec(T.Mesh((2,), ranks=other), [T.Shard(1)], meta)
         if rank not in {0, 1, *other}:
             return None
-        compiled = Compiled(source, target, wire_dtype, world.current().costs_for("cpu"))
+        hosts = hosts_of(source, target, wire_dtype)
+        compiled = Compiled(source, target, wire_dtype, world.current().costs_for("cpu"), hosts)
         return explained(compiled, "").explanation, str(T.explain(source, target, wire_dtype=wire_dtype))
 
-    for found in filter(None, run_ranks(4, both)):
-        assert found[0] == found[1]
-        assert "peak temporary" in found[0]
+    for ranks_on in (None, (0, 1, 1, 0)):
+        for found in filter(None, run_ranks(4, both, hosts=ranks_on)):
+            assert found[0] == found[1]
+            assert "peak temporary" in found[0]
+            assert ("between hosts" in found[0]) == (ranks_on is not None)
 
 
 def test_redistributions_have_explanations_and_the_line_that_asked(records):

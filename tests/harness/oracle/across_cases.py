@@ -15,6 +15,8 @@ from tests.harness.oracle.random_layouts import MESH_SHAPES, random_placements, 
 from tritondt.comm import world
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.errors import PeerError
+from tritondt.planning.between_hosts import MeshRanks
+from tritondt.planning.planner import least_between_hosts
 from tritondt.sharding.placement import placements_text
 
 
@@ -60,6 +62,17 @@ class AcrossCase:
         ops = {op for side in (self.source, self.target) for op in arithmetic.ops_of(parsed(side.placements)) if op}
         return self.dtype.startswith(("float", "bfloat", "complex")) and ops <= {"sum", "avg"}
 
+    def least_between(self, hosts: Sequence[int]) -> int:
+        """The fewest elements that can cross between the hosts of the world's ranks."""
+        ranks = MeshRanks(self.source.ranks, self.target.ranks)
+        source, target = (
+            T.Layout(side.mesh_shape, parsed(side.placements), self.shape, side.order)
+            for side in (self.source, self.target)
+        )
+        found = least_between_hosts(source, target, tuple(hosts[rank] for rank in ranks.either), ranks)
+        assert found is not None, f"{self} has few items"
+        return found
+
 
 def random_across_case(seed: int, world_size: int) -> AcrossCase:
     """The case of a seed; its meshes share all, some or no ranks, in any order."""
@@ -85,12 +98,13 @@ class Inputs(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result, gradient of the input, and bytes: received, and received as explain says."""
+    """Result, gradient of the input, and bytes: received, as explain says, and those of all ranks between hosts."""
 
     result: torch.Tensor
     grad: torch.Tensor | None
     received: int
     explained: int
+    between_hosts: int = 0
 
 
 def inputs_of(case: AcrossCase) -> Inputs:
@@ -114,16 +128,21 @@ def run_across(case: AcrossCase, inputs: Inputs, rank: int) -> Outcome:
     nothing = torch.empty(0, dtype=case.meta.dtype)
     given = inputs.locals.get(rank, nothing)
     local = given.clone().requires_grad_(case.differentiable)
-    explained = T.explain(source, target).received_bytes
-    ranks = {*case.source.ranks, *case.target.ranks}
+    explanation = T.explain(source, target)
+    explained, crossing = explanation.received_bytes, sum(each[2] for each in explanation.between_hosts)
+    ranks = tuple(sorted({*case.source.ranks, *case.target.ranks}))
     if rank not in ranks:
         result = T.redistribute(local, source, target)
         assert result.shape == (0,)
-        return Outcome(result, None, 0, explained)
-    traffic = world.current().communicator(tuple(ranks)).traffic
-    before = traffic.received_bytes
+        return Outcome(result, None, 0, explained, crossing)
+    carriers = [world.current().communicator(ranks)]
+    hosts = world.current().hosts(ranks)
+    if len(set(hosts)) > 1:
+        near = tuple(other for other, host in zip(ranks, hosts, strict=True) if host == hosts[ranks.index(rank)])
+        carriers += world.current().communicator(near, inside=ranks), world.current().communicator(near)
+    before = sum(each.traffic.received_bytes for each in carriers)
     result = T.redistribute(local, source, target)
-    received = traffic.received_bytes - before
+    received = sum(each.traffic.received_bytes for each in carriers) - before
     later = T.DTensor(given, source).redistribute(target.mesh, target.placements, order=target.order, async_op=True)
     work = later.work
     assert torch.equal(later.to_local(), result.detach()), "the asynchronous result is another one"
@@ -133,11 +152,13 @@ def run_across(case: AcrossCase, inputs: Inputs, rank: int) -> Outcome:
         arriving = inputs.local_grads.get(rank, nothing)
         (grad,) = torch.autograd.grad(result, local, arriving)
     assert torch.equal(local.detach(), given), "the input has changed"
-    return Outcome(result.detach(), grad, received, explained)
+    return Outcome(result.detach(), grad, received, explained, crossing)
 
 
-def check_across_outcomes(case: AcrossCase, inputs: Inputs, outcomes: Sequence[Outcome]) -> None:
-    """Checks results, gradients and bytes of all ranks of the world."""
+def check_across_outcomes(
+    case: AcrossCase, inputs: Inputs, outcomes: Sequence[Outcome], hosts: Sequence[int] = ()
+) -> None:
+    """Checks results, gradients and bytes of all ranks of the world, which are on `hosts` or on one."""
     source, target = case.source, case.target
     results = {rank: outcomes[rank].result for rank in target.ranks}
     _assert_holds(results, inputs.full, target, parsed(target.placements))
@@ -148,10 +169,14 @@ def check_across_outcomes(case: AcrossCase, inputs: Inputs, outcomes: Sequence[O
     itemsize = case.meta.dtype.itemsize
     for rank, outcome in enumerate(outcomes):
         assert outcome.received == outcome.explained, f"rank {rank} received {outcome.received} bytes"
-        if not any(item.is_partial() for side in (source, target) for item in parsed(side.placements)):
+        if not hosts and not any(item.is_partial() for side in (source, target) for item in parsed(side.placements)):
             lacking = _mask(case, target, rank) & ~_mask(case, source, rank)
             assert outcome.received == int(lacking.sum()) * itemsize, f"rank {rank} received {outcome.received} bytes"
-    assert sum(outcome.received for outcome in outcomes) <= _most_elements(case) * itemsize
+    if not hosts:
+        assert sum(outcome.received for outcome in outcomes) <= _most_elements(case) * itemsize
+        return
+    least = case.least_between(hosts) * itemsize
+    assert {outcome.between_hosts for outcome in outcomes} == {least}, f"{outcomes[0].between_hosts} bytes of {least}"
 
 
 def _most_elements(case: AcrossCase) -> int:
@@ -183,8 +208,8 @@ def _assert_holds(
     arithmetic.assert_holds(by_coordinate, full, side.mesh_shape, placements, side.order)
 
 
-def check_across(*cases: AcrossCase, world_size: int = 8) -> None:
-    """Runs cases one after another on thread ranks and checks every one."""
+def check_across(*cases: AcrossCase, world_size: int = 8, hosts: Sequence[int] = ()) -> None:
+    """Runs cases one after another on thread ranks, as on `hosts` where these are given, and checks every one."""
     inputs = [inputs_of(case) for case in cases]
 
     def body(rank: int) -> list[Outcome]:
@@ -195,16 +220,20 @@ def check_across(*cases: AcrossCase, world_size: int = 8) -> None:
             except PeerError:  # the rank that failed says why
                 raise
             except BaseException as error:
-                raise AssertionError(f"rank {rank}: {error!r}; run it again with check_across({case!r})") from error
+                raise AssertionError(
+                    f"rank {rank}: {error!r}; run it again with check_across({case!r}, hosts={hosts})"
+                ) from error
         return found
 
-    check_all_across(cases, run_ranks(world_size, body))
+    check_all_across(cases, run_ranks(world_size, body, hosts=hosts or None), hosts)
 
 
-def check_all_across(cases: Sequence[AcrossCase], outcomes_of_ranks: Sequence[Sequence[Outcome]]) -> None:
+def check_all_across(
+    cases: Sequence[AcrossCase], outcomes_of_ranks: Sequence[Sequence[Outcome]], hosts: Sequence[int] = ()
+) -> None:
     """Checks the outcomes of every case on every rank of the world."""
     for case, *outcomes in zip(cases, *outcomes_of_ranks, strict=True):
         try:
-            check_across_outcomes(case, inputs_of(case), outcomes)
+            check_across_outcomes(case, inputs_of(case), outcomes, hosts)
         except AssertionError as error:
-            raise AssertionError(f"{error}; run it again with check_across({case!r})") from error
+            raise AssertionError(f"{error}; run it again with check_across({case!r}, hosts={hosts})") from error

@@ -25,9 +25,9 @@ class CountingMaker(TritonMaker):
     def __init__(self):
         self.num_copies = self.num_casts = self.num_reductions = 0
 
-    def copy_table(self, boxes, device):
+    def copy_table(self, boxes, device, slots=None):
         self.num_copies += 1
-        return super().copy_table(boxes, device)
+        return super().copy_table(boxes, device, slots)
 
     def cast_table(self, boxes, source_dtype, target_dtype, device):
         self.num_casts += 1
@@ -41,9 +41,9 @@ class CountingMaker(TritonMaker):
         self.num_casts += 1
         return super().dequantize_table(boxes, source_dtype, target_dtype, device)
 
-    def reduce_table(self, boxes, op, dtype, divisor, device):
+    def reduce_table(self, boxes, op, dtype, divisor, device, slots=None):
         self.num_reductions += 1
-        return super().reduce_table(boxes, op, dtype, divisor, device)
+        return super().reduce_table(boxes, op, dtype, divisor, device, slots)
 
 
 @pytest.fixture

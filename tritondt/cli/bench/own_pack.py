@@ -17,8 +17,10 @@ import torch
 import tritondt as T
 from tritondt.cli.bench.collective.engine import run_of
 from tritondt.cli.bench.collective.sides import imported
+from tritondt.cli.user_error import BenchmarkError
 from tritondt.comm.packing.packed_transfer import packed_transfer
 from tritondt.kernels.boxes import CopyBox
+from tritondt.kernels.signals import HostSlotTable, SlotTensors
 from tritondt.kernels.tables import CppMaker, Table, TritonMaker, table_makers
 from tritondt.redistribution.compile import compile_plan
 from tritondt.redistribution.compiled_step import CompiledStep
@@ -45,8 +47,15 @@ class _OwnCopies:
     def __init__(self, make: Callable[[Sequence[CopyBox]], Copy]) -> None:
         self._make = make
 
-    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
-        return _OwnTable(boxes, self._make(boxes))
+    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device, slots: SlotTensors | None = None) -> Table:
+        table = _OwnTable(boxes, self._make(boxes))
+        if slots is None:
+            return table
+        if device.type != "cpu":
+            raise BenchmarkError(
+                "a pack kernel of one's own goes over NCCL, and TRITONDT_SLOTS asks for slots; unset it"
+            )
+        return HostSlotTable(table, slots)
 
 
 class _OnCpu(_OwnCopies, CppMaker):
@@ -61,7 +70,7 @@ def bind(name: str, local: torch.Tensor, source: T.DTensorSpec, target: T.DTenso
     """Redistribution whose copies the function `name` makes; a collective call, and so is what it returns.
 
     Ranks are processes: what makes tables is replaced meanwhile, for all threads. Raises BenchmarkError for a name
-    that cannot be imported.
+    that cannot be imported, and on GPUs where messages go through slots.
     """
     make: Any = imported(name)
     device_type = local.device.type

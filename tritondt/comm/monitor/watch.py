@@ -36,8 +36,10 @@ class Wait:
     the waiting call return with an error; it is given the wait, since keeping it would make garbage in a cycle.
     `trouble` is what the transport has met in the background. `limit` is what sets the timeout, and `must` what ranks
     that disagree have not done. `is_over` says whether the wait has ended without anybody on the host to say so.
+    `tried` is a clause that says how the ranks that are waited for were called, where that is what takes time.
     `drops_refused` says whether the transport drops messages of an exchange that a rank has refused, and goes on.
-    Where several communicators run one collective, `collective` is what they share: a name, and its number.
+    Where several communicators run one collective or redistribution, `collective` is what they share: a name, and its
+    number.
     """
 
     key: str
@@ -58,6 +60,7 @@ class Wait:
     must: str = MUST
     drops_refused: bool = False
     is_over: Callable[[], bool] = lambda: False
+    tried: Callable[["Wait"], str] = lambda _: ""
     collective: tuple[str, int] | None = None
 
     @property
@@ -339,7 +342,7 @@ class Watch:
         reason = PeerError(
             f"rank {self._rank} waited {_waited(wait):.1f} s for {wait.awaited} in "
             f"{wait.description} and got no answer; the timeout is {wait.timeout_s:g} s "
-            f"({wait.limit}){'' if gone is None else f'; {self._client.silence(gone)}'}"
+            f"({wait.limit}){wait.tried(wait)}{'' if gone is None else f'; {self._client.silence(gone)}'}"
         )
         self.report(wait.key, wait.sequence, reason)
         return reason

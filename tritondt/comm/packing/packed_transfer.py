@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 from tritondt.comm.communicator import Reduction, Transfer
 from tritondt.comm.packing.messages import Slice, Slices
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
+from tritondt.kernels.signals import SlotTensors
 from tritondt.kernels.tables import Table, copy_table, reduce_table
 from tritondt.planning.alignment import DENSE, STAGING_ALIGNMENT, Alignment
 from tritondt.planning.collectives import CollectiveKind
@@ -282,24 +283,34 @@ def terms_of(transfer: Transfer, arrived: Iterable[tuple[Arrival, int]]) -> Iter
             yield Term(part, part.tensor, transfer.source_blocks[part.tensor])
 
 
-def reduce_tables(transfer: Transfer, terms: Iterable[Term]) -> tuple[Table, ...]:
-    """One table per dtype and reduction; a box's slots are its terms in coordinate order."""
+def reduce_tables(transfer: Transfer, terms: Iterable[Term], slots: SlotTensors | None = None) -> tuple[Table, ...]:
+    """One table per dtype and reduction; a box's slots are its terms in coordinate order.
+
+    With `slots` some terms lie in peers' slots.
+    """
     of_region: dict[tuple[int, object], list[Term]] = defaultdict(list)
     for term in terms:
         of_region[term.part.tensor, term.part.region].append(term)
-    return tables_of_sums(transfer, (box for found in of_region.values() for box in _reduced_boxes(transfer, found)))
+    boxes = (box for found in of_region.values() for box in _reduced_boxes(transfer, found))
+    return tables_of_sums(transfer, boxes, slots)
 
 
-def tables_of_sums(transfer: Transfer, boxes: Iterable[ReduceBox]) -> tuple[Table, ...]:
-    """Boxes of sums in one table per dtype and reduction."""
+def tables_of_sums(
+    transfer: Transfer, boxes: Iterable[ReduceBox], slots: SlotTensors | None = None
+) -> tuple[Table, ...]:
+    """Boxes of sums in one table per dtype and reduction; the first awaits peers of `slots`, the last tells them."""
     tables: dict[tuple[str, Reduction], list[ReduceBox]] = defaultdict(list)
     for box in boxes:
         reduction = transfer.reductions[box.target]
         assert reduction is not None, f"tensor {box.target} of {transfer.description} is not reduced"
         tables[str(transfer.dtypes[box.target]).removeprefix("torch."), reduction].append(box)
+    last = len(tables) - 1
     return tuple(
-        reduce_table(found, reduction.op, dtype, reduction.divisor, transfer.device)
-        for (dtype, reduction), found in tables.items()
+        reduce_table(
+            *(found, reduction.op, dtype, reduction.divisor, transfer.device),
+            slots and slots._replace(awaits=slots.awaits and number == 0, publishes=slots.publishes and number == last),
+        )
+        for number, ((dtype, reduction), found) in enumerate(tables.items())
     )
 
 

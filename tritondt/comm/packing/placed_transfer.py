@@ -22,11 +22,14 @@ from tritondt.comm.packing.packed_transfer import (
     terms_of,
     unpacked,
 )
-from tritondt.kernels.signals import SignalTable
-from tritondt.kernels.tables import Table, copy_table, gated_copy_table
+from tritondt.kernels.signals import SlotSignals, SlotTensors
+from tritondt.kernels.tables import Table, copy_table
 from tritondt.planning.alignment import DENSE, Alignment
 from tritondt.planning.exchange import Message
-from tritondt.planning.slots import DeviceSlots, slot_of
+from tritondt.planning.slots import DeviceSlots
+
+# A kernel takes the slots of 30 peers beside a target and this rank's own term: more terms than these are NCCL's.
+_MOST_ADDED = 31
 
 
 class PeerMemory(Protocol):
@@ -42,32 +45,31 @@ class PeerMemory(Protocol):
         """Layout of every arena."""
         ...
 
-    @property
-    def gate(self) -> int:
-        """Address of the word that signals set where they have been stopped: nothing is packed then."""
+    def slots_at(self, place: int) -> int:
+        """Address of this rank's first slot in the arena of the rank at `place`."""
         ...
 
-    def slot_at(self, place: int, slot: int) -> int:
-        """Address of this rank's slot in the arena of the rank at `place`."""
+    def slots_of(self, place: int) -> int:
+        """Address of the first slot of the rank at `place` in this rank's own arena."""
         ...
 
-    def begin(self, targets: Sequence[int], slot: int) -> SignalTable:
-        """Signals that wait until slots for `targets` may be written to."""
+    def leaving(self, targets: Sequence[int], fingerprint: int) -> SlotSignals:
+        """Signals of what packs for `targets`: it awaits slots that may be written to, and tells when it has."""
         ...
 
-    def meet(self, targets: Sequence[int], sources: Sequence[int], slot: int, fingerprint: int) -> SignalTable:
-        """Signals that say to `targets` that their slots are packed, and wait for `sources` to say so."""
+    def arriving(self, sources: Sequence[int], fingerprint: int) -> SlotSignals:
+        """Signals of what unpacks what `sources` have packed: it awaits that, and says that it has been read."""
         ...
 
 
 class PlacedTransfer(NamedTuple):
     """A transfer compiled to slots, messages and tables.
 
-    After `begin`, `pack` writes the send buffer, and then this rank's slots in others' arenas, which lie at `slots`.
-    Where messages are left to the transport (`far_sends`, `far_receives` of all `sends` and `receives`), `tell` says to
-    the others of the host that slots are packed, and those messages go before this rank waits for anybody in `meet`;
-    elsewhere `meet` says it too. Then `unpack` reads the receive buffer, this rank's own arena, and the sources, of
-    which it moves what stays; `reduces` read sources, receive buffer and arena.
+    `pack` writes the send buffer, and this rank's slots in others' arenas, the first of which lie at `slots`. It awaits
+    that those have been read, and says when they are packed. Then go the messages that are left to the transport:
+    `far_sends` and `far_receives` of all `sends` and `receives`. `unpack` and `reduces` await the peers of the host,
+    and say when all is read: `unpack` has the receive buffer, the sources' slots in this rank's arena, `own_slots`, and
+    the tensors, of which it moves what stays, for sources; `reduces` have the tensors, receive buffer and slots.
     """
 
     sends: Slices
@@ -79,9 +81,7 @@ class PlacedTransfer(NamedTuple):
     far_sends: Slices
     far_receives: Slices
     slots: tuple[int, ...]
-    begin: SignalTable
-    tell: SignalTable | None
-    meet: SignalTable
+    own_slots: tuple[int, ...]
     pack: Table | None
     unpack: Table | None
     reduces: tuple[Table, ...]
@@ -98,12 +98,15 @@ class PlacedTransfer(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """Messages of one side: those through slots with their places there, and the others as slices, or in a buffer."""
+    """Messages of one side: the peers of those through slots, and the others as slices.
 
-    near: dict[int, list[Arrival]]
+    `buffers` has all parts that lie in the buffer, number 0, or in slots, numbered from 1 on as the peers are.
+    """
+
+    near: tuple[int, ...]
     far: Slices
     far_bytes: int
-    buffered: list[Arrival]
+    buffers: list[tuple[Arrival, int]]
     all: Slices
 
 
@@ -114,26 +117,34 @@ def placed_transfer(
 
     `alignment` and `starts` are those of the messages that do not.
     """
-    exchange, slot = transfer.exchange, slot_of(transfer.fingerprint)
-    # A rank packs into its own slot, in whichever arena that is; what arrives lies in the senders' slots of its own.
-    leaving = _side(transfer, exchange.sends, memory, {}, alignment, starts.sources, landing=False)
-    begins = {peer: memory.slots.start(number, slot) for number, peer in enumerate(memory.places)}
-    arriving = _side(transfer, exchange.receives, memory, begins, alignment, starts.targets, landing=True)
+    is_sum = any(transfer.reductions)
+    if is_sum and len(memory.places) > _MOST_ADDED:  # all of the host know it alike
+        return None
+    exchange, fingerprint = transfer.exchange, transfer.fingerprint
+    leaving = _side(transfer, exchange.sends, memory, alignment, starts.sources, landing=False)
+    arriving = _side(transfer, exchange.receives, memory, alignment, starts.targets, landing=True)
     if not leaving.near and not arriving.near:
         return None
-    left = [(found, 0) for found in leaving.buffered]
-    left += [(found, number) for number, of_peer in enumerate(leaving.near.values(), 1) for found in of_peer]
-    arrived = [(found, 0) for found in arriving.buffered]
-    arrived += [(found, 1) for of_peer in arriving.near.values() for found in of_peer]
-    packs = [box for found, buffer in left for box in packed(transfer, found, buffer)]
+    packs = [box for found, buffer in leaving.buffers for box in packed(transfer, found, buffer)]
     unpacks = [
-        box for found, buffer in arrived if moves(transfer, found.part) for box in unpacked(transfer, found, buffer)
+        box
+        for found, buffer in arriving.buffers
+        if moves(transfer, found.part)
+        for box in unpacked(transfer, found, buffer)
     ]
-    unpacks += [box._replace(source=box.source + 2) for box in kept(transfer)]
-    targets, sources = tuple(leaving.near), tuple(arriving.near)
-    is_told_first = bool(leaving.far or arriving.far)
-    tell = memory.meet(targets, (), slot, transfer.fingerprint) if is_told_first else None
-    meet = memory.meet(() if is_told_first else targets, sources, slot, transfer.fingerprint)
+    num_sources, num_slots, num_tensors = len(arriving.near), 1 + len(arriving.near), len(transfer.source_blocks)
+    unpacks += [box._replace(source=box.source + num_slots) for box in kept(transfer)]
+    terms = list(terms_of(transfer, arriving.buffers))
+    of_pack = of_unpack = of_reduces = None
+    if leaving.near:
+        tensors = tuple(range(1, 1 + len(leaving.near)))
+        of_pack = SlotTensors(memory.leaving(tuple(leaving.near), fingerprint), tensors, are_targets=True)
+    if arriving.near:
+        signals = memory.arriving(tuple(arriving.near), fingerprint)
+        tensors = tuple(range(1, 1 + num_sources))
+        of_unpack = SlotTensors(signals, tensors, are_targets=False, publishes=not terms)
+        tensors = tuple(number + num_tensors for number in tensors)
+        of_reduces = SlotTensors(signals, tensors, are_targets=False, awaits=not unpacks)
     return PlacedTransfer(
         leaving.all,
         arriving.all,
@@ -143,13 +154,11 @@ def placed_transfer(
         arriving.far_bytes,
         leaving.far,
         arriving.far,
-        tuple(memory.slot_at(peer, slot) for peer in leaving.near),
-        memory.begin(targets, slot),
-        tell,
-        meet,
-        gated_copy_table(packs, memory.gate, transfer.device) if packs else None,
-        copy_table(unpacks, transfer.device) if unpacks else None,
-        reduce_tables(transfer, terms_of(transfer, arrived)),
+        tuple(map(memory.slots_at, leaving.near)),
+        tuple(map(memory.slots_of, arriving.near)),
+        copy_table(packs, transfer.device, of_pack) if packs else None,
+        copy_table(unpacks, transfer.device, of_unpack) if unpacks else None,
+        reduce_tables(transfer, terms, of_reduces),
     )
 
 
@@ -157,20 +166,19 @@ def _side(
     transfer: Transfer,
     messages: Sequence[Message],
     memory: PeerMemory,
-    begins: dict[int, int],
     alignment: Alignment,
     starts: Sequence[int],
     *,
     landing: bool,
 ) -> _Side:
-    """One side's messages; those through slots begin at `begins` by their peers, or at 0."""
+    """One side's messages; those through slots begin where a slot does."""
     sizes = [sum(part_bytes(transfer, part) for part in message.parts) for message in messages]
     placed, others = dict[int, list[Arrival]](), list[Message]()
     for message, num_bytes in zip(messages, sizes, strict=True):
         if message.peer not in memory.places or num_bytes > memory.slots.slot_bytes:
             others.append(message)
             continue
-        start = begins.get(message.peer, 0)
+        start = 0
         placed[message.peer] = found = list[Arrival]()
         for part in message.parts:
             found.append(Arrival(part, start))
@@ -178,4 +186,6 @@ def _side(
     stored = transfer.target_blocks if landing else transfer.source_blocks
     far, far_bytes, buffered = slices_of(transfer, others, stored, alignment, starts, landing=landing)
     named = Slices(Slice(message.peer, None, 0, num_bytes) for message, num_bytes in zip(messages, sizes, strict=True))
-    return _Side(placed, far, far_bytes, buffered, named)
+    buffers = [(found, 0) for found in buffered]
+    buffers += [(found, number) for number, of_peer in enumerate(placed.values(), 1) for found in of_peer]
+    return _Side(tuple(placed), far, far_bytes, buffers, named)

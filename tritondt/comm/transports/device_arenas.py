@@ -22,10 +22,9 @@ from tritondt.comm.member import ProcessContext
 from tritondt.comm.nccl.streams import Stream
 from tritondt.comm.processes import Processes, machine, namespace, this_process
 from tritondt.errors import TransportError
-from tritondt.kernels.signals import FINGERPRINT_BITS, Signal, SignalTable, Stop, signal_table
-from tritondt.planning.slots import NUM_SLOTS, DeviceSlots, device_slots
+from tritondt.kernels.signals import COUNTER_BYTES, FINGERPRINT_BITS, PeerSlots, SlotSignals, Stop
+from tritondt.planning.slots import NUM_SLOTS, WORD_BYTES, DeviceSlots, device_slots
 
-_COUNTER_BYTES = 8
 # What ranks of a host have said of themselves, by place, and their memory.
 _Near = tuple[Mapping[int, Mapping[str, Any]], dict[int, MappedMemory]]
 
@@ -80,36 +79,52 @@ class DeviceArenas:
             torch.zeros(1, dtype=torch.int64, device=device),
         )
         self._asked = ctypes.c_int32.from_address(self._stop.asked.data_ptr())
-        self._counters = torch.zeros(2 * NUM_SLOTS * len(self.places), dtype=torch.int64, device=device)
+        # Counters of what goes to each place and comes from there, and a word for the programs of a launch.
+        num_counters = 2 * len(self.places) * COUNTER_BYTES // 8
+        self._counters = torch.zeros(num_counters + 1, dtype=torch.int64, device=device)
+        self._num_ended = self._counters.data_ptr() + 8 * num_counters
         self._is_open = True
 
-    def slot_at(self, place: int, slot: int) -> int:
-        """Address of this rank's slot in the arena of the rank at `place`."""
-        return self._memories[place].address + self.slots.start(self._number, slot)
+    def slots_at(self, place: int) -> int:
+        """Address of this rank's first slot in the arena of the rank at `place`."""
+        return self._memories[place].address + self.slots.start(self._number, 0)
 
-    def begin(self, targets: Sequence[int], slot: int) -> SignalTable:
-        """Signals before an exchange that packs for `targets` is packed.
+    def slots_of(self, place: int) -> int:
+        """Address of the first slot of the rank at `place` in this rank's own arena."""
+        return self.address + self.slots.start(self.places.index(place), 0)
 
-        They tell everybody what this rank has unpacked so far, which ends with the exchange before this one in the
-        stream, and wait until targets have unpacked what was in the slots before.
+    def leaving(self, targets: Sequence[int], fingerprint: int) -> SlotSignals:
+        """Signals of what packs for `targets`.
+
+        Each message waits until its target has unpacked the one that was in its slot before, `NUM_SLOTS` messages ago.
         """
-        others = [place for place in self.places if place != self._place]
-        published = [self._unpacked_here(place, each) for place in others for each in range(NUM_SLOTS)]
-        return self._table(published, [self._unpacked_there(place, slot) for place in targets], 0)
+        peers = [
+            PeerSlots(
+                self.address + self.slots.unpacked_word(self.places.index(place), 0),
+                self._memories[place].address + self.slots.packed_word(self._number, 0),
+                self._counter(place, is_sent=True),
+            )
+            for place in targets
+        ]
+        return self._signals(peers, NUM_SLOTS, 0, fingerprint % (1 << FINGERPRINT_BITS))
 
-    def meet(self, targets: Sequence[int], sources: Sequence[int], slot: int, fingerprint: int) -> SignalTable:
-        """Signals that tell `targets` that their slots are packed, and wait for the word of `sources`."""
-        published = [self._packed_here(place, slot) for place in targets]
-        return self._table(published, [self._packed_there(place, slot) for place in sources], fingerprint)
+    def arriving(self, sources: Sequence[int], fingerprint: int) -> SlotSignals:
+        """Signals of what unpacks what `sources` have packed."""
+        peers = [
+            PeerSlots(
+                self.address + self.slots.packed_word(self.places.index(place), 0),
+                self._memories[place].address + self.slots.unpacked_word(self._number, 0),
+                self._counter(place, is_sent=False),
+            )
+            for place in sources
+        ]
+        return self._signals(peers, 0, fingerprint % (1 << FINGERPRINT_BITS), 0)
 
-    def _table(self, published: Sequence[Signal], awaited: Sequence[Signal], fingerprint: int) -> SignalTable:
-        number = fingerprint % (1 << FINGERPRINT_BITS)
-        return signal_table(published, awaited, number, self._stop, self._device, self._by_store)
-
-    @property
-    def gate(self) -> int:
-        """Address of the word that a wait sets which was stopped: nothing is packed then."""
-        return self._stop.met.data_ptr()
+    def _signals(self, peers: Sequence[PeerSlots], lag: int, awaited: int, published: int) -> SlotSignals:
+        sizes = NUM_SLOTS, self.slots.slot_bytes, WORD_BYTES
+        return SlotSignals(
+            tuple(peers), lag, awaited, published, *sizes, self._num_ended, self._stop, by_store=self._by_store
+        )
 
     def stop(self) -> None:
         """Ends all waits that are in a stream, and those put there later; what they would have let pass is not done."""
@@ -137,32 +152,9 @@ class DeviceArenas:
             self.stop()
             _abandoned.append(self)
 
-    def _packed_here(self, place: int, slot: int) -> Signal:
-        """This rank's signal in the arena of another rank: so many messages are packed."""
-        word = self._memories[place].address + self.slots.packed_word(self._number, slot)
-        return Signal(word, self._counter(place, slot, is_sent=True), 1)
-
-    def _packed_there(self, place: int, slot: int) -> Signal:
-        """Another rank's signal in this rank's arena, and how often it has been heard."""
-        number = self.places.index(place)
-        return Signal(self.address + self.slots.packed_word(number, slot), self._counter(place, slot, is_sent=False), 1)
-
-    def _unpacked_here(self, place: int, slot: int) -> Signal:
-        """This rank's signal in the arena of another rank: so many of that rank's messages are unpacked."""
-        word = self._memories[place].address + self.slots.unpacked_word(self._number, slot)
-        return Signal(word, self._counter(place, slot, is_sent=False), 0)
-
-    def _unpacked_there(self, place: int, slot: int) -> Signal:
-        """Another rank's signal in this rank's arena: all messages of this rank must be unpacked."""
-        number = self.places.index(place)
-        return Signal(
-            self.address + self.slots.unpacked_word(number, slot), self._counter(place, slot, is_sent=True), 0
-        )
-
-    def _counter(self, place: int, slot: int, *, is_sent: bool) -> int:
-        """Address of the count of messages for another rank, or from it."""
-        row = 2 * self.places.index(place) + is_sent
-        return self._counters.data_ptr() + _COUNTER_BYTES * (NUM_SLOTS * row + slot)
+    def _counter(self, place: int, *, is_sent: bool) -> int:
+        """Address of the counter of messages for another rank, or from it."""
+        return self._counters.data_ptr() + COUNTER_BYTES * (2 * self.places.index(place) + is_sent)
 
 
 _abandoned: list[DeviceArenas] = []

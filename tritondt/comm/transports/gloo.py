@@ -65,6 +65,7 @@ class GlooCommunicator(PackedCommunicator):
     def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Posts all receives."""
         wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: self._close_connections(), self._timeout_s)
+        wait.collective = self.collective
         posted = self._posted = _Posted(wait, self._group, tag_of(record.fingerprint, self.sequence), [])
         self._watch.begin(wait)
         for peer, tensor in receives.parts():

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from tritondt.comm.greeter import Connection, Greeter, greeted_by, greeting, greeting_bytes
 from tritondt.comm.secret import NONCE_BYTES, PROOF_BYTES, Connecting, Secret, draw
+from tritondt.comm.transports.interfaces import way_to
 from tritondt.errors import RefusalError
 
 TOKEN_BYTES = 16
@@ -219,7 +220,8 @@ class Handshakes(Greeter[_Handshake]):
         if not is_known and time.monotonic() - self._first_called[call.place] > _PERSISTENCE_S:
             self._drop(call)
             reason = f"[Errno {error}] {errno.errorcode.get(error, 'error')}"
-            raise UnreachableError(call.place, f"{reason} at {address.host}, port {address.port}")
+            way = way_to(address.host)
+            raise UnreachableError(call.place, f"{reason} at {address.host}, port {address.port}{way}")
         self._call_again(call)
 
 

@@ -118,6 +118,31 @@ def _is_reachable(address: str) -> bool:
     return not (found.is_loopback or found.is_unspecified or (found.version == 6 and found.is_link_local))
 
 
+def interface_of(address: str) -> str:
+    """Name of the interface of this host that has an address; "" where none has.
+
+    >>> interface_of("127.0.0.1")
+    'lo'
+    """
+    return next((name for name, own in interface_addresses() if own == address), "")
+
+
+def way_to(host: str) -> str:
+    """Clause of an error message that says by which interface of this host an address was tried; "" for a loopback's.
+
+    >>> way_to("127.0.0.1")
+    ''
+    """
+    if ip_address(host).is_loopback:
+        return ""
+    found = interface_addresses()
+    own = address_towards([host], [address for _, address in found])
+    if own is not None:
+        return f" from {interface_of(own)} {own}"
+    has = ", ".join(f"{name} {address}" for name, address in found) or "none"
+    return f", to which no interface of this host has a route; there are {has}"
+
+
 def address_towards(names: Iterable[str], allowed: Sequence[str]) -> str | None:
     """The one of this host's `allowed` addresses that the system takes to the first of `names` it has a route to."""
     for name in names:

@@ -204,31 +204,27 @@ class NcclCommunicator(PackedCommunicator):
         if not isinstance(plan, PlacedTransfer):
             super()._run_plan(plan, record, device, operands)
             return
-        assert self._arenas is not None, "the plan was made for arenas"
         sources, targets, source_pointers, target_pointers = operands
         memory, staging, buffer, _ = self._buffers((plan.staged_bytes, plan.packed_bytes), device)
         self.sequence += 1
         self._traffic.count(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
         receives = message_buffers((plan.receives, targets, target_pointers, memory, staging))
         sends = message_buffers((plan.sends, sources, source_pointers, memory, buffer))
-        launch, arena = self._launch, self._arenas.address
+        launch = self._launch
         try:
             self.post(record, receives, sends)
-            launch(plan.begin.run)
             if plan.pack is not None:
                 launch(plan.pack.run, source_pointers, [buffer, *plan.slots], 1)
-            if plan.tell is not None:  # messages to other hosts do not wait for ranks of this one
-                launch(plan.tell.run)
+            if plan.far_sends or plan.far_receives:  # messages to other hosts do not wait for what comes from this one
                 self.start(
                     record,
                     message_buffers((plan.far_receives, targets, target_pointers, memory, staging)),
                     message_buffers((plan.far_sends, sources, source_pointers, memory, buffer)),
                 )
-            launch(plan.meet.run)
             if plan.unpack is not None:
-                launch(plan.unpack.run, [staging, arena, *source_pointers], target_pointers, 1)
+                launch(plan.unpack.run, [staging, *plan.own_slots, *source_pointers], target_pointers, 1)
             for table in plan.reduces:
-                launch(table.run, [*source_pointers, staging, arena], target_pointers, 1)
+                launch(table.run, [*source_pointers, staging, *plan.own_slots], target_pointers, 1)
         except BaseException as error:
             self.break_off(record, error)
             raise

@@ -28,6 +28,9 @@ class OrderedCommunicator(Closable, ABC):
         self._issued_at = NO_SITE  # the line that issued what the queue runs now
         self._turn = threading.RLock()
         self.sequence = 0  # exchanges so far, those without a message of ours included
+        # What this one and others run as one, each with exchanges of its own; see `Wait`.
+        self.collective: tuple[str, int] | None = None
+        self._inside: list[OrderedCommunicator] = []
 
     @property
     def key(self) -> str:
@@ -38,6 +41,18 @@ class OrderedCommunicator(Closable, ABC):
     def ranks(self) -> tuple[int, ...]:
         """The world's ranks in this communicator, ascending."""
         return self._ranks
+
+    def contain(self, inner: "OrderedCommunicator") -> None:
+        """Counts exchanges of `inner`, of some ranks of this one, with its own: what runs on both is in its order."""
+        self._inside.append(inner)
+
+    def _begin_run(self) -> None:
+        """Numbers what runs as one, alike on all ranks: by the exchanges that have been counted here and inside."""
+        if self._inside:
+            both = (self, *self._inside)
+            number = sum(each.sequence for each in both)
+            for each in both:
+                each.collective = f"{self._key}/order", number
 
     def exchange(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
         """Runs this rank's side of `transfer`; see `tritondt.comm.communicator.Communicator`."""
@@ -84,6 +99,7 @@ class OrderedCommunicator(Closable, ABC):
 
             def issued() -> None:
                 self._issued_at = site
+                self._begin_run()
                 run()
 
             return self._queue.submit(issued, description, sources, sources_ready=sources_ready)
@@ -115,6 +131,7 @@ class OrderedCommunicator(Closable, ABC):
             # The first exchange may be one inside, whose communicator has not been asked for what was issued here.
             if self._queue.last is not None:
                 self._queue.drain()
+            self._begin_run()
             run()
         finally:
             self._turn.release()

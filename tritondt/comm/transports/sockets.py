@@ -37,7 +37,6 @@ class SocketCommunicator(PackedCommunicator):
         super().__init__(context, ThreadQueue())
         self._watch, self._watchdog, self._timeout_s = context.watch, context.watchdog, context.timeout.total_seconds()
         self._started = 0.0  # when the exchange under way was started; 0 where none is
-        self.collective: tuple[str, int] | None = None  # of several communicators; see `Wait`
         coming = Attempt.of(self._timeout_s, self._raise_failure_of_others)
         with self._told_of_failure(), ExitStack() as undone:
             self._connections = Connections(
@@ -83,7 +82,7 @@ class SocketCommunicator(PackedCommunicator):
         record.is_connected = True
 
     def _connect(self, record: ExchangeRecord, lacking: set[int]) -> None:
-        with self._watched(record, lacking) as look:
+        with self._watched(record, lacking, self._tried) as look:
             # The watch ends it at its timeout, and knows why; later only where the watch has no answer.
             connected = self._connections.reach(lacking, Attempt.of(self._timeout_s + 2 * GRACE_S, look))
         for place in connected:
@@ -92,13 +91,15 @@ class SocketCommunicator(PackedCommunicator):
             self._note_connection(place, found.fileno())
 
     @contextmanager
-    def _watched(self, record: ExchangeRecord, missing: Iterable[int]) -> Iterator[Callable[[Iterable[int]], None]]:
+    def _watched(
+        self, record: ExchangeRecord, missing: Iterable[int], tried: Callable[[Wait], str] = lambda _: ""
+    ) -> Iterator[Callable[[Iterable[int]], None]]:
         """The watch over a wait for ranks outside of messages: a call with the places of those that are missing.
 
         It raises what ends the waiting; what the body raises gets the reason that the watch knows.
         """
         wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: None, self._timeout_s)
-        wait.drops_refused, wait.collective = True, self.collective
+        wait.drops_refused, wait.collective, wait.tried = True, self.collective, tried
 
         def look(missing: Iterable[int]) -> None:
             wait.suspects = tuple(self._ranks[place] for place in sorted(missing))
@@ -117,6 +118,10 @@ class SocketCommunicator(PackedCommunicator):
             raise self._flight.written_for(reason) from error
         finally:
             self._watch.end(wait)
+
+    def _tried(self, wait: Wait) -> str:
+        """Clause that says at which addresses the ranks have been called that are waited for."""
+        return self._connections.tried(self._ranks.index(rank) for rank in wait.suspects)
 
     def _note_connection(self, place: int, descriptor: int) -> None:
         """Notes a new connection."""

@@ -78,7 +78,7 @@ class Transport:
         return found
 
     def connected(self, context: "ProcessContext") -> "Communicator":
-        """The communicator of this rank, made by all of its ranks."""
+        """Makes this rank's communicator; collective over its ranks."""
         made: Communicator = _imported(self.connect or self.communicator)(context)
         return made
 

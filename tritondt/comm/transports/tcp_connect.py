@@ -19,10 +19,19 @@ from tritondt.comm.secret import Secret
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.polling import await_others
 from tritondt.comm.transports.handshakes import TOKEN_BYTES, Address, Handshakes, Tokens, UnreachableError
-from tritondt.comm.transports.interfaces import LOOPBACK, address_towards, no_address, outer_addresses
+from tritondt.comm.transports.interfaces import (
+    LOOPBACK,
+    address_towards,
+    interface_of,
+    no_address,
+    outer_addresses,
+    way_to,
+)
 from tritondt.errors import PeerError, RefusalError, WorldError
 
 _MIN_BACKLOG = 128
+# Addresses that an error message has.
+_MOST_TOLD = 4
 # Where a rank listens for those of its own machine, and for others.
 NEAR, FAR = "near", "far"
 
@@ -55,6 +64,7 @@ class Connections:
         self._listeners: dict[str, socket.socket] = {}
         self._addresses: dict[int, Address] = {}
         self._handshakes: Handshakes | None = None  # while it connects, and what a refused exchange has left of that
+        self._distant: frozenset[int] = frozenset()  # on other machines
         self._lacking = {other for other in range(len(ranks)) if other != place}
         try:
             with self._named_errors():
@@ -69,6 +79,7 @@ class Connections:
         answers.tell("machine", [own_machine, guess])
         machines = answers.of_others("machine")
         distant = {other: guessed for other, (found, guessed) in machines.items() if found != own_machine}
+        self._distant = frozenset(distant)
         callers = [other for other in others if other > self._place]
         # Whoever has no address for other machines says so, called from there or not.
         outer = self._outer_address(distant, guess) if distant else ""
@@ -89,6 +100,17 @@ class Connections:
     def lacking(self) -> set[int]:
         """Places of the ranks to which there is no connection."""
         return self._lacking
+
+    def tried(self, places: Iterable[int]) -> str:
+        """Clause of an error message: how `places` of other hosts are reached; "" where there are none."""
+        distant = sorted(self._distant.intersection(places))
+        called = [(self._ranks[place], self._addresses[place]) for place in distant if place in self._addresses]
+        texts = [f"calls rank {rank} at {found.host}, port {found.port}{way_to(found.host)}" for rank, found in called]
+        callers = [self._ranks[place] for place in distant if place not in self._addresses]
+        if callers and FAR in self._listeners:
+            host, port = self._listeners[FAR].getsockname()[:2]
+            texts.append(f"listens for ranks {callers} at {host}, port {port}, of {interface_of(host)}")
+        return f"; it {', '.join(texts[:_MOST_TOLD])}" if texts else ""
 
     def reach(self, places: Iterable[int], attempt: Attempt) -> list[int]:
         """Connects to the ranks at `places`, which do the same; returns the places of new connections, maybe more.

@@ -259,6 +259,10 @@ class ThreadWorld:
             )
         return found
 
+    def set_timeout(self, ranks: Sequence[int], device_type: str, seconds: float) -> None:
+        """Changes nothing: when every rank thread waits, each is told at once."""
+        self.communicator(ranks, device_type).set_timeout(seconds)
+
     def inherited(self) -> World:
         """The world of a forked child: it refuses everything."""
         return InheritedWorld(self.identity.rank, self._communicators.values())

@@ -35,6 +35,7 @@ from tritondt.dtensor.views.copied_views import copied_view_class
 from tritondt.process_group.router import Router
 from tritondt.process_group.work import NcclWork
 from tritondt.redistribution import compile as compiling
+from tritondt.redistribution.compile import hosts_of
 from tritondt.redistribution.compiled_step import CompiledPlan
 from tritondt.sharding.spec import DTensorSpec
 
@@ -203,7 +204,7 @@ class Recording:
     def _keep_plan(
         self, source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None, plan: CompiledPlan
     ) -> None:
-        found = Compiled(source, target, wire_dtype, world.current().costs)
+        found = Compiled(source, target, wire_dtype, world.current().costs, hosts_of(source, target, wire_dtype))
         for step in plan.steps:
             if step.transfer is not None and step.communicator is not None:
                 self._plans[step.transfer] = found

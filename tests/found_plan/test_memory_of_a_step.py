@@ -1,0 +1,110 @@
+"""Memory that a plan predicts, and what torch's profiler counts in a step of real processes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tritondt as T
+from tests.found_plan.models import Llama, seeded, tokens_of
+from tritondt.cli.demo.model import GPT, Model
+from tritondt.cli.launch import run_on_ranks
+from tritondt.found_plan import FoundPlan, find_plan
+from tritondt.planning.cost import CostTable
+
+RANKS = 4
+
+
+class WithLoss(nn.Module):
+    """A model that gives its loss, so that a plan sees it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        output = self.model(**inputs)
+        scores = getattr(output, "logits", output).flatten(0, -2)
+        return F.cross_entropy(scores, torch.arange(scores.shape[0]) % scores.shape[1])
+
+
+def gpt() -> nn.Module:
+    return WithLoss(GPT(Model(heads=6, layers=2, width=48, sequence=32)))
+
+
+def llama() -> nn.Module:
+    return WithLoss(Llama(length=3))
+
+
+def bert() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=48, num_hidden_layers=2, intermediate_size=96, vocab_size=21, num_attention_heads=6,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return WithLoss(transformers.BertForMaskedLM(config))
+
+
+def inputs_of(make: Callable[[], nn.Module]) -> dict[str, Any]:
+    if make is gpt:
+        return {"tokens": tokens_of(0, 32), "positions": torch.arange(32)}
+    return {"tokens" if make is llama else "input_ids": tokens_of(0, 32)}
+
+
+def count_on_rank(send: Any, jobs: list[tuple[Callable[[], nn.Module], str]]) -> list[int]:
+    """The most bytes that live at one time in two steps of each plan on this rank, parameters among them."""
+    return [most_bytes(make, FoundPlan.from_json(text)) for make, text in jobs]
+
+
+def most_bytes(make: Callable[[], nn.Module], plan: FoundPlan) -> int:
+    model, inputs = seeded(make), inputs_of(make)
+    if plan.mesh.num_ranks > 1:
+        plan.apply(model, T.Mesh((plan.mesh.num_ranks,), ("tp",)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(**inputs).backward()
+            optimizer.step()
+    found: Any = profile.profiler
+    events = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    parts = (it.to_local() if isinstance(it, T.DTensor) else it for it in model.parameters())
+    return most + sum(part.nbytes for part in parts)
+
+
+def compare(*makes: Callable[[], nn.Module]) -> None:
+    jobs = []
+    for make in makes:
+        for objective in ("step time", "memory"):
+            costs = CostTable(flop_rate=1e7)
+            plan = find_plan(seeded(make), {"tp": RANKS}, inputs_of(make), objective=objective, costs=costs)
+            assert plan.laid_out.styles, plan
+            jobs.append((make, plan.to_json(), plan.step.memory.most))
+    counted, *_ = run_on_ranks(RANKS, count_on_rank, [job[:2] for job in jobs], on_message=print)
+    assert isinstance(counted, list)
+    for (_make, _, predicted), found in zip(jobs, counted, strict=True):
+        check(predicted, found)
+
+
+def check(predicted: int, counted: int) -> None:
+    """The two are equal but for the numbers of steps, one for each parameter, that AdamW holds."""
+    assert 0.97 * counted < predicted <= counted
+
+
+@pytest.mark.parametrize("make", [gpt, llama])
+def test_memory_of_a_step_of_one_process(make):
+    plan = find_plan(seeded(make), {"tp": 1}, inputs_of(make))
+    check(plan.step.memory.most, most_bytes(make, plan))
+
+
+@pytest.mark.extended
+def test_memory_of_a_step_of_four_processes():
+    compare(gpt, llama, bert)

@@ -1,0 +1,3 @@
+"""The version of the package, which all ranks of a job share."""
+
+VERSION = "0.1.0"
