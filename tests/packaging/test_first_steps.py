@@ -79,6 +79,6 @@ def test_a_package_of_the_commands_that_is_missing_is_named(
 
 def test_another_module_that_is_missing_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tritondt.cli.plan", None)
-    monkeypatch.setattr(sys, "argv", ["tritondt", "plan", "--mesh=2", "--shape=4", "--from=R", "--to=S0"])
+    monkeypatch.setattr(sys, "argv", ["tritondt", "plan", "--mesh", "2", "--shape", "4", "--from", "R", "--to", "S0"])
     with pytest.raises(ModuleNotFoundError, match="tritondt"):
         run()
