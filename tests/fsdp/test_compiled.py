@@ -120,4 +120,4 @@ def graphs_of(rank: int) -> tuple[int, int]:
 @pytest.mark.extended
 def test_eleven_lengths_take_three_compilations_of_a_graph_at_most() -> None:
     with GlooRanks(4) as ranks:
-        assert all(1 <= one <= many <= 3 * one for one, many in ranks.run(graphs_of))
+        assert all(1 <= one <= many <= 3 * one for one, many in ranks.run(graphs_of, timeout_s=600))

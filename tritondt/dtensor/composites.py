@@ -7,6 +7,7 @@ ever.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +33,13 @@ _MAKING_EMPTY = ("scaled_dot_product_attention",)
 _FILLING = ("one_hot",)
 # Read the values of their second argument, which decide how many results there are.
 _READING = ("tensor_split.tensor_indices_or_sections",)
+# In graphs torch takes Python forms of them, which index by places and compare with classes that they make.
+_MAKING_IN_GRAPHS = (
+    *(f"upsample_nearest{n}d" for n in (1, 2, 3)),
+    *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
+    *("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"),
+    *("multi_margin_loss", "multilabel_margin_loss_forward"),
+)
 # Of the keys that torch looks at before it decomposes a composite, one that subclasses have, and modes.
 _OF_SUBCLASSES = DispatchKey.PythonTLSSnapshot
 _BELOW: DispatchKeySet = torch._C._dispatch_keyset_full_after(_OF_SUBCLASSES)
@@ -64,7 +72,8 @@ _library = torch.library.Library("aten", "IMPL")
 
 def let_composites_make_tensors(tensor_class: type[torch.Tensor], wrap: Wrap) -> None:
     """Takes tensors that composites make for replicated beside tensors of `tensor_class`; called once in a process."""
-    for name in (*_MAKING, *_MAKING_EMPTY, *_READING, *_FORMS):
+    in_graphs = (name + overload for name in _MAKING_IN_GRAPHS for overload in ("", ".vec"))
+    for name in (*_MAKING, *_MAKING_EMPTY, *_READING, *_FORMS, *in_graphs):
         packet, _, overload = name.partition(".")
         op = getattr(getattr(aten, packet, None), overload or "default", None)
         if op is not None:
@@ -87,12 +96,15 @@ class _Kernel:
         self._op, self._class, self._wrap, self._reads, self._form = op, tensor_class, wrap, reads, form
         self._makes_empty_only = op._schema.name.removeprefix("aten::") in _MAKING_EMPTY
         self._is_filling = op._schema.name.removeprefix("aten::") in _FILLING
+        self._makes_in_graphs = op._schema.name.removeprefix("aten::") in _MAKING_IN_GRAPHS
 
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         mesh = next((tensor._spec.mesh for tensor in tensors if isinstance(tensor, self._class)), None)  # type: ignore[attr-defined]
+        left = keys & _BELOW
+        if self._makes_in_graphs and (mesh is None or not keys.has(DispatchKey.PythonDispatcher)):
+            return self._op.redispatch(left, *args, **kwargs)
         if mesh is None:
-            left = keys & _BELOW
             # What is handed to Python has to come through the kernel that this one stands before.
             if left.highestPriorityTypeId() == DispatchKey.Python:  # before torch 2.13 no two keys are one object
                 return self._decompose(args, kwargs)
@@ -106,7 +118,11 @@ class _Kernel:
                 outside = torch.ones(values.shape, dtype=values.dtype)
                 values = values.full_tensor() if mesh.coordinate is not None else outside  # type: ignore[attr-defined]
             return self._decompose((tensor, values, *rest), kwargs)
-        if any(tensor.ndim and not isinstance(tensor, self._class) for tensor in tensors):
+        has_plain = any(tensor.ndim and not isinstance(tensor, self._class) for tensor in tensors)
+        if self._makes_in_graphs:
+            with nullcontext() if has_plain else implicit_replication():
+                return self._op.redispatch(left, *args, **kwargs)
+        if has_plain:
             return self._decompose(args, kwargs)
         if self._makes_empty_only and all(tensor.numel() for tensor in tensors):
             return self._decompose(args, kwargs)

@@ -48,6 +48,8 @@ _VIEWS = "the whole is gathered; torch takes it apart into views, which keep som
 _STATISTICS = "running statistics of which one is cut are cut alike, and gathered where they are written"
 _COUNTED = "boundaries that are cut are gathered; torch counts in each piece, and adds"
 
+_LONGER = "the result keeps the terms of a shorter argument; torch adds them before the result is made longer"
+
 # Operators that send more than torch's, until no result is terms, in some layout that both run; and why.
 MORE_BYTES: Mapping[str, str] = {
     **dict.fromkeys(("gradient", "nn.functional.cross_entropy", "nn.functional.linear_cross_entropy"), _SEVERAL),
@@ -58,6 +60,7 @@ MORE_BYTES: Mapping[str, str] = {
         ("nn.functional.pixel_shuffle", "nn.functional.pixel_unshuffle", "nn.functional.channel_shuffle"), _VIEWS
     ),
     **dict.fromkeys(("native_batch_norm", "nn.functional.instance_norm"), _STATISTICS),
+    **dict.fromkeys(("sub", "__radd__", "diag_embed", "fft.fftn"), _LONGER),
     "bucketize": _COUNTED,
     "any": "one exchange in place of two where a rank receives few bytes",
     "equal": "all ranks agree on the answer; torch's ranks compare their own parts",
