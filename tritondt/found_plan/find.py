@@ -280,8 +280,9 @@ class _Finder:
             cost = whole.plus(chosen.cost)
             over_data = 3 * cost.parameter_bytes * share
             received, memory = cost.received_bytes + over_data, self._memory(cost)
-            link = self.prices.costs.network if len(set(self.prices.hosts)) > 1 else self.prices.costs.host
-            seconds = cost.seconds + max(0.0, over_data / link.bandwidth - cost.seconds)
+            link = self.prices.data_link
+            over_data_s = over_data / link.bandwidth
+            seconds = cost.seconds + over_data_s - min(over_data_s, cost.seconds) * (1 - link.busy_share)
             objective = self.wanted.objective
             return {
                 "step time": (seconds, received, memory),

@@ -75,7 +75,8 @@ def _step_cost(
     seconds = {phase: tally.flops[phase] / prices.costs.flop_rate for phase in phases}
     data = {phase: total("data", phase) for phase in phases}
     # All groups but the first are gathered, and reduced, while another one computes.
-    others = 1 - 1 / max(1, num_groups)
+    # A link that keeps the rank's processor busy hides as much less.
+    others = (1 - 1 / max(1, num_groups)) * (1 - prices.data_link.busy_share)
     return StepCost(
         tensor_forward=total("tensor", "forward"),
         tensor_backward=total("tensor", "backward"),

@@ -12,7 +12,7 @@ from tritondt.comm.transports.table import chosen
 from tritondt.errors import ArgumentError
 from tritondt.found_plan.dry_run import Movement
 from tritondt.found_plan.traffic import Traffic
-from tritondt.planning.cost import CostTable
+from tritondt.planning.cost import CostTable, Link
 from tritondt.planning.explain import explain_layouts
 from tritondt.planning.prices import built_in
 from tritondt.sharding.layout import Coordinate, Layout
@@ -25,6 +25,11 @@ class Prices(NamedTuple):
     device_type: str
     costs: CostTable
     hosts: tuple[int, ...]
+
+    @property
+    def data_link(self) -> Link:
+        """The link that exchanges over the data axis are bound by: between hosts where there are several."""
+        return self.costs.network if len(set(self.hosts)) > 1 else self.costs.host
 
     def traffic(self, movement: Movement, rank: int) -> Traffic:
         """Traffic of a redistribution on a rank that takes part in it."""
