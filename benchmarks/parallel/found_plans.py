@@ -32,8 +32,7 @@ import tritondt as T
 from tritondt.cli.bench.harness import Times, time_interleaved
 from tritondt.cli.bench.json_result import json_option, write_json
 from tritondt.cli.demo.data import Batches
-from tritondt.cli.demo.gpt import make_gpt
-from tritondt.cli.demo.model import Model
+from tritondt.cli.demo.model import Model, make_gpt
 from tritondt.cli.launch import run_on_ranks
 from tritondt.cli.surroundings import surroundings
 from tritondt.comm import world
