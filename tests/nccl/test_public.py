@@ -26,7 +26,7 @@ from tritondt._C import NcclLibrary
 from tritondt.comm.objects import gather_objects
 
 PUBLIC = {
-    *("Buffer", "Call", "Communicator", "Window"),
+    *("Buffer", "Call", "Communicator", "Window", "WindowSum"),
     *("NcclCallConfig", "NcclCommunicator", "NcclError", "NcclLibrary", "NcclUnsupportedError"),
     *("bootstrap", "empty", "init", "join", "library", "memory_pool"),
 }

@@ -10,6 +10,7 @@ import torch
 
 from tritondt._C import NcclUnsupportedError
 from tritondt.comm.nccl.memory import empty
+from tritondt.errors.arguments import checked_class
 from tritondt.nccl.communicator import Communicator
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "uint8", "int16", "int32", "int64")
@@ -17,6 +18,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64", "int8", "uint8", "int16"
 _BLOCK = 256
 
 
+@checked_class
 class WindowSum:
     """A tensor on every rank that `run` replaces by the sum over all ranks, in one launch (NCCL 2.29).
 
