@@ -39,3 +39,8 @@ def test_the_wheels_are_those_of_the_versions_that_are_declared() -> None:
     declared = re.findall(r"Python :: (3\.\d+)", " ".join(project["project"]["classifiers"]))
     built = re.findall(r"cp3(\d+)-", project["tool"]["cibuildwheel"]["build"])
     assert [f"3.{minor}" for minor in built] == declared
+
+
+def test_ranks_compare_the_version_that_is_published() -> None:
+    project = pytest.importorskip("tomllib").loads((REPOSITORY / "pyproject.toml").read_text())
+    assert tritondt.__version__ == VERSION == project["project"]["version"]
