@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+import tritondt
+from tritondt.version import VERSION
+
 REPOSITORY = Path(__file__).parents[2]
 FILES = sorted((REPOSITORY / ".github").rglob("*.yml"))
 
