@@ -21,11 +21,15 @@ from tritondt.comm import world
 from tritondt.dtensor.many import redistribute_to
 from tritondt.planning.between_hosts import MeshRanks
 from tritondt.planning.planner import least_between_hosts
+from tritondt.redistribution.send import distribute_from
 from tritondt.sharding.placement import parse_placements
 
 
 class Pair(NamedTuple):
-    """A redistribution of a tensor on a mesh of some ranks, or from there to another mesh, where that is given."""
+    """A redistribution of a tensor on a mesh of some ranks, or from there to another mesh, where that is given.
+
+    With `is_sent` it is a send of the ranks of the first mesh, all of which are in the other one, to the ranks there.
+    """
 
     mesh_shape: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -35,6 +39,7 @@ class Pair(NamedTuple):
     dtype: str = "float32"
     target_mesh_shape: tuple[int, ...] = ()
     target_ranks: tuple[int, ...] = ()
+    is_sent: bool = False
 
     @classmethod
     def of_json(cls, fields: Sequence[Any]) -> "Pair":
@@ -86,7 +91,11 @@ def digest(tensor: torch.Tensor) -> str:
 def redistributed(pair: Pair) -> str:
     """Digest of this rank's part of the target; "" outside of its mesh."""
     source, target = pair.specs()
-    found = T.redistribute(whole_numbers(source), source, target)
+    if pair.is_sent:
+        senders = tuple(pair.target_ranks.index(rank) for rank in pair.ranks)
+        found = distribute_from(whole_numbers(source), source.layout, senders, target)
+    else:
+        found = T.redistribute(whole_numbers(source), source, target)
     return "" if target.coordinate is None else digest(found)
 
 

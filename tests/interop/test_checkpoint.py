@@ -16,6 +16,7 @@ from torch.testing import assert_close
 
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
+from tritondt import events
 from tritondt._importing import when_imported
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.interop import checkpoint
@@ -137,20 +138,26 @@ def trained(offset: int = 0) -> tuple[Any, torch.optim.Optimizer]:
     return made, optimizer
 
 
-def whole_states(rank: int, cpu_offload: bool) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+def whole_states(rank: int, cpu_offload: bool) -> tuple[Any, Any, dict[str, torch.Tensor], int]:
+    """Whole states of model and optimizer, the whole parameters, and the bytes that the states brought to this rank."""
     made, optimizer = trained()
     options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
     expected = {name: parameter.detach().full_tensor() for name, parameter in made.named_parameters()}
+    steps: list[events.StepRan] = []
+    unsubscribe = events.subscribe(steps.append)
     found = torch_state_dict.get_state_dict(made, optimizer, options=options)
-    return *found, expected
+    unsubscribe()
+    return *found, expected, sum(step.received_bytes for step in steps)
 
 
 @pytest.mark.parametrize("cpu_offload", [False, True])
 def test_a_full_state_dict_has_whole_tensors(four_ranks: GlooRanks, cpu_offload: bool) -> None:
-    for rank, (of_model, of_optimizer, expected) in enumerate(four_ranks.run(whole_states, cpu_offload)):
+    for rank, (of_model, of_optimizer, expected, received) in enumerate(four_ranks.run(whole_states, cpu_offload)):
         if cpu_offload and rank > 0:
             assert of_model == {}
+            assert received == 0
             continue
+        assert received > 0
         assert of_model.keys() == expected.keys()
         for name, tensor in of_model.items():
             assert type(tensor) is torch.Tensor
@@ -158,6 +165,25 @@ def test_a_full_state_dict_has_whole_tensors(four_ranks: GlooRanks, cpu_offload:
             moment = of_optimizer["state"][name]["exp_avg"]
             assert type(moment) is torch.Tensor
             assert moment.shape == tensor.shape
+
+
+WANTED = {"rows": ((), (1,), (3, 0)), "three": ((0, 3), (3,))}  # rank 3 is in none but the first
+
+
+def gathered_on_some(rank: int, layout: str, wanted: tuple[int, ...]) -> dict[str, Any]:
+    return torch_state_dict._gather_state_dict(state(layout), cpu_offload=True, ranks_only=wanted)
+
+
+@pytest.mark.parametrize(("layout", "wanted"), [(layout, each) for layout, all_ in WANTED.items() for each in all_])
+def test_whole_tensors_on_the_ranks_that_want_them(four_ranks: GlooRanks, layout: str, wanted: tuple[int, ...]) -> None:
+    """Of meshes with some, all or none of these ranks; a rank outside has an empty tensor."""
+    for rank, found in enumerate(four_ranks.run(gathered_on_some, layout, wanted)):
+        if wanted and rank not in wanted:
+            assert not found
+            continue
+        for name, tensor in found["nested"].items():
+            expected = whole(name) if layout == "rows" or rank < 3 else torch.empty(0, dtype=whole(name).dtype)
+            assert_close(tensor, expected, rtol=0, atol=0)
 
 
 def set_again(rank: int, broadcast: bool) -> None:

@@ -63,6 +63,22 @@ def test_what_one_rank_sends_to_all_has_no_memory() -> None:
     run_ranks(2, body)
 
 
+def test_values_that_replicas_take_have_no_memory() -> None:
+    """Where nobody takes them, it is no error: the rank gets the values of the first one."""
+
+    def body(rank: int) -> None:
+        mesh = T.Mesh((2, 2))
+        local = freed() if rank in (1, 2) else torch.full((4, 2), float(rank))
+        with pytest.raises((T.MismatchError, T.LocalTensorError)[rank == 1], match="with memory on rank 1; found one"):
+            T.DTensor.from_local(local, mesh, [R, S0], run_check=True)
+        mended = torch.ones(4, 2) if rank == 1 else local
+        x = T.DTensor.from_local(mended, mesh, [R, S0], run_check=True)
+        assert x.to_local().unique().tolist() == [rank % 2]
+
+    run_ranks(4, body)
+    run_ranks(4, body, hosts=(0, 0, 1, 1))
+
+
 def test_a_matmul_of_what_has_no_memory() -> None:
     def body(rank: int) -> None:
         x = freed((2, 2)) if rank else torch.ones(2, 2)

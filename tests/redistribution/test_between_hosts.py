@@ -92,7 +92,8 @@ def pairs_of(mesh_shape: tuple[int, ...], ranks: tuple[int, ...], placements: Se
 def test_two_hosts(tmp_path: Path) -> None:
     pairs = pairs_of((8,), IN_ORDER, [("S0", "R"), ("P", "R")])
     pairs += pairs_of((2, 4), ACROSS, [("P,P", "S0,S1")])
-    check_pairs(tmp_path, (4, 4), [*pairs, between_meshes((2, 2), (1, 0, 4, 2), "S0,P", (3,), (6, 3, 5), "R")])
+    pairs += [between_meshes((2, 2), (1, 0, 4, 2), "S0,P", (3,), (6, 3, 5), "R")]
+    check_pairs(tmp_path, (4, 4), [*pairs, between_meshes((1,), (0,), "R", (8,), IN_ORDER, "R")._replace(is_sent=True)])
 
 
 def between_meshes(
@@ -115,7 +116,7 @@ def between_meshes(
     ids=str,
 )
 def test_meshes_across_hosts(tmp_path: Path, ranks_on_hosts: tuple[int, ...]) -> None:
-    """Meshes on different hosts, meshes that share ranks, and one rank to all others and back."""
+    """Meshes on different hosts, meshes that share ranks, one rank to all others and back, and sends."""
     first, last = IN_ORDER[:4], IN_ORDER[4:]
     sides = [
         *[
@@ -139,7 +140,13 @@ def test_meshes_across_hosts(tmp_path: Path, ranks_on_hosts: tuple[int, ...]) ->
             ((1,), (6,), "R", (8,), IN_ORDER, "S0"),
         ],
     ]
-    check_pairs(tmp_path, ranks_on_hosts, [between_meshes(*each) for each in sides])
+    pairs = [between_meshes(*each) for each in sides]
+    sends = [
+        between_meshes((1,), (6,), "R", (2, 4), ACROSS, "R,S1"),
+        between_meshes((4,), (0, 4, 1, 5), "S0", (2, 4), ACROSS, "R,S0"),
+        between_meshes((1,), (3,), "R", (7,), IN_ORDER[1:], "P"),
+    ]
+    check_pairs(tmp_path, ranks_on_hosts, [*pairs, *(pair._replace(is_sent=True) for pair in sends)])
 
 
 @pytest.mark.extended

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from tritondt.dtensor.distribute import distribute_tensor
 from tritondt.dtensor.tensor import DTensor
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.placement import Replicate
 
 
 def add_distributed_tensors(module: ModuleType) -> None:
@@ -36,28 +38,45 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
         state_dict: Mapping[str, Any], *, cpu_offload: bool = False, ranks_only: Sequence[int] = (), **options: Any
     ) -> Any:
         """The state dict with whole tensors, of distributed tensors too: a collective call."""
-        is_wanted = not ranks_only or dist.get_rank(options.get("pg")) in ranks_only
+        group = options.get("pg")
+        wanting = [rank if group is None else dist.get_global_rank(group, rank) for rank in ranks_only]
         with torch.no_grad():
-            whole = _with_whole_tensors(state_dict, torch.device("cpu") if cpu_offload else None, is_wanted)
+            whole = _with_whole_tensors(state_dict, torch.device("cpu") if cpu_offload else None, wanting)
         return gather(whole, cpu_offload=cpu_offload, ranks_only=tuple(ranks_only), **options)
 
     return gather_state_dict
 
 
-def _with_whole_tensors(item: Any, device: torch.device | None, is_wanted: bool) -> Any:
-    """`item` with a whole plain tensor for each distributed one, on `device`, or None where this rank wants none.
+def _with_whole_tensors(item: Any, device: torch.device | None, wanting: Sequence[int]) -> Any:
+    """`item` with a whole plain tensor for each distributed one, on `device`: on the ranks in `wanting`, or on all.
 
-    One after another, so that a device holds one whole tensor at a time where they are moved off it.
+    Others have an empty tensor. One after another, so that a device holds one whole tensor at a time where they are
+    moved off it.
     """
     if isinstance(item, DTensor):
-        whole = item.full_tensor()
-        return (whole if device is None else whole.to(device)) if is_wanted else None
+        whole = _whole_on(item, wanting)
+        return whole if device is None else whole.to(device)
     if isinstance(item, dict):
-        return {key: _with_whole_tensors(value, device, is_wanted) for key, value in item.items()}
+        return {key: _with_whole_tensors(value, device, wanting) for key, value in item.items()}
     if isinstance(item, (list, tuple)):
-        items = [_with_whole_tensors(value, device, is_wanted) for value in item]
+        items = [_with_whole_tensors(value, device, wanting) for value in item]
         return tuple(items) if isinstance(item, tuple) else items
     return item
+
+
+def _whole_on(tensor: DTensor, wanting: Sequence[int]) -> torch.Tensor:
+    """The whole tensor on those ranks of its mesh that are in `wanting`, or on all without such; empty on others.
+
+    A collective call of the mesh.
+    """
+    mesh = tensor._spec.mesh
+    holders = [rank for rank in mesh.ranks if rank in wanting or not wanting]
+    if len(holders) == len(mesh.ranks):
+        return tensor.full_tensor()
+    if not holders:
+        return tensor.to_local().new_empty(0)
+    there = Mesh((len(holders),), ranks=holders, device_type=mesh.device_type)
+    return tensor.redistribute(there, [Replicate()]).to_local()
 
 
 def _broadcasting(broadcast: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from tritondt.errors import MismatchError, mark_told
-from tritondt.redistribution.run import redistribute_local
+from tritondt.redistribution.run import check_address, redistribute_local
 from tritondt.redistribution.send import distribute_from
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh
@@ -70,10 +70,23 @@ def _text_of(summary: bytes) -> str:
 def agreed_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """Local tensor after a collective check that all ranks gave equal global shape, dtype and placements.
 
-    Replicas take the values of the first coordinate. MismatchError on every rank, naming two that differ.
+    Replicas take the values of the first coordinate. MismatchError on every rank, naming two that differ; also where
+    the values of a first coordinate have no memory, whose rank raises LocalTensorError.
     """
-    check_agreed(spec.mesh, "from_local", f"a part of {spec}")
+
+    def prepare() -> tuple[str, None]:
+        if spec.layout.axes_where(Replicate) and _is_first_replica(spec):
+            check_address(local, spec)
+        return f"a part of {spec}", None
+
+    agreed(spec.mesh, "from_local", prepare)
     return local if spec.mesh.coordinate is None else _from_first_replica(local, spec)
+
+
+def _is_first_replica(spec: DTensorSpec) -> bool:
+    """Whether this rank is at coordinate 0 of each replicated axis."""
+    coordinate = spec.mesh.coordinate
+    return coordinate is not None and not any(coordinate[axis] for axis in spec.layout.axes_where(Replicate))
 
 
 def refuse_agreement(mesh: Mesh, call: str, error: Exception) -> None:
@@ -109,7 +122,8 @@ def _from_first_replica(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
         shape,
         [cut.index(axis) for axis in order if axis in cut] or None,
     )
-    return distribute_from(local.unsqueeze(0), source, tuple(positions), target, in_place=True).squeeze(0)
+    given = local.unsqueeze(0) if _is_first_replica(spec) else local.new_empty(0)  # torch takes no view of freed memory
+    return distribute_from(given, source, tuple(positions), target, in_place=True).squeeze(0)
 
 
 def _below_terms(placement: Placement) -> Placement:

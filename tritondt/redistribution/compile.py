@@ -60,7 +60,7 @@ def plan_across(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtyp
     check_dtypes(source, target)
     itemsize = (source.dtype if wire_dtype is None else wire_dtype).itemsize
     sides = (source.layout, source.mesh.ranks, target.layout, target.mesh.ranks)
-    return make_plan_across(*sides, itemsize, _costs_of(source), hosts_of(source, target, wire_dtype))
+    return make_plan_across(*sides, itemsize, costs_of(source), hosts_of(source, target, wire_dtype))
 
 
 def plan_for(
@@ -78,7 +78,7 @@ def plan_for(
     check_dtypes(source, target)
     itemsize = (source.dtype if wire_dtype is None else wire_dtype).itemsize
     dtype = "" if in_messages else _collected_dtype(source, wire_dtype)
-    costs = _costs_of(source) if wire_dtype is None else _costs_of(source).for_wire()
+    costs = costs_of(source) if wire_dtype is None else costs_of(source).for_wire()
     return make_plan(source.layout, target.layout, itemsize, costs, dtype, hosts_of(source, target, wire_dtype))
 
 
@@ -91,7 +91,14 @@ def hosts_of(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype |
     ranks = source.mesh.ranks
     if not is_one_grid(source, target):
         ranks = MeshRanks(ranks, target.mesh.ranks).either
-    if source.mesh.device_type != "cpu" or len(ranks) == 1 or (wire_dtype is not None and is_scaled(wire_dtype)):
+    if wire_dtype is not None and is_scaled(wire_dtype):
+        return ()
+    return hosts_of_ranks(ranks, source.mesh.device_type)
+
+
+def hosts_of_ranks(ranks: tuple[int, ...], device_type: str) -> Hosts:
+    """Hosts of ranks, in their order, for the fewest bytes between these; () where all are on one, and on GPUs."""
+    if device_type != "cpu" or len(ranks) == 1:
         return ()
     found = world.current().hosts(ranks)
     return found if len(set(found)) > 1 else ()
@@ -104,7 +111,7 @@ def _collected_dtype(spec: DTensorSpec, wire_dtype: torch.dtype | None) -> str:
     return str(spec.dtype).removeprefix("torch.") if is_in_order and wire_dtype is None else ""
 
 
-def _costs_of(spec: DTensorSpec) -> CostTable:
+def costs_of(spec: DTensorSpec) -> CostTable:
     """Prices on the type of device that a spec's tensors are on, which all ranks of the world share."""
     return world.current().costs_for(spec.mesh.device_type)
 
@@ -134,11 +141,11 @@ def _carried(
     else:
         plan = plan_across(source, target, wire_dtype)
         whole = tuple(plan.ranks)
-        carriers = _carriers_on_hosts(plan, whole, source.mesh.identity.rank, hosts)
+        carriers = carriers_on_hosts(plan, whole, source.mesh.identity.rank, hosts)
     return plan, max(carriers, key=len, default=()) or whole, carriers
 
 
-def _carriers_on_hosts(plan: Plan, ranks: tuple[int, ...], rank: int, hosts: Hosts) -> tuple[tuple[int, ...], ...]:
+def carriers_on_hosts(plan: Plan, ranks: tuple[int, ...], rank: int, hosts: Hosts) -> tuple[tuple[int, ...], ...]:
     """Ranks that exchange in each step of a plan of `ranks`: all, those of the host of `rank` where these do, or none.
 
     `hosts` has the host of each of `ranks`, or is () where all are on one.
@@ -157,7 +164,7 @@ def _carriers(plan: Plan, spec: DTensorSpec, hosts: Hosts) -> tuple[tuple[int, .
     """Ranks that exchange in each step of a plan on one mesh, ascending: of the mesh, of this rank's host, or none."""
     whole, coordinate = tuple(sorted(spec.mesh.ranks)), spec.coordinate
     if hosts and coordinate is not None:
-        return _carriers_on_hosts(plan, spec.mesh.ranks, spec.mesh.identity.rank, hosts)
+        return carriers_on_hosts(plan, spec.mesh.ranks, spec.mesh.identity.rank, hosts)
     collective = plan.steps[-1].collective if plan.steps else None
     if collective is not None and coordinate is not None:
         places = group_of(spec.mesh.shape, collective.axes, coordinate)
@@ -213,7 +220,7 @@ def explain(
     if not isinstance(target, DTensorSpec):
         target = target_spec(source, tuple(target), None if order is None else tuple(order))
     wire = narrower(source.dtype, wire_dtype)
-    costs, itemsize = _costs_of(source), source.dtype.itemsize
+    costs, itemsize = costs_of(source), source.dtype.itemsize
     hosts = hosts_of(source, target, wire)
     if is_one_grid(source, target):
         plan = plan_for(source, target, wire)
@@ -253,7 +260,7 @@ def received_bytes(source: DTensorSpec, target: DTensorSpec) -> int:
         traffic = step_traffic(Step("exchange", source.layout, target.layout))
         coordinates = target.layout.coordinates()
         return max(traffic.arriving(each) - traffic.kept(each) for each in coordinates) * itemsize
-    plan, costs = plan_for(source, target), _costs_of(source)
+    plan, costs = plan_for(source, target), costs_of(source)
     return round(sum(step_cost(step, itemsize, costs).received_elements for step in plan.steps) * itemsize)
 
 

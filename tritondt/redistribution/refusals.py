@@ -45,10 +45,16 @@ def refuse_redistribution(source: DTensorSpec, target: DTensorSpec, error: Excep
     """Lets the ranks that wait for this one, if any do, know that this rank will not come."""
     if source.coordinate is None and target.coordinate is None:
         return
-    whole, carriers = exchanging_ranks(source, target)
+    refuse_carried(*exchanging_ranks(source, target), source.mesh.device_type, error)
+
+
+def refuse_carried(
+    whole: tuple[int, ...], carriers: Sequence[tuple[int, ...]], device_type: str, error: Exception
+) -> None:
+    """Reports why this rank takes no part in the exchanges of `carriers`, in the order of those of `whole`."""
     if carriers:  # what was issued exchanges on all of them, in the order of the widest
-        carrier(whole, whole, source.mesh.device_type).drain()
-    refuse_each([carrier(ranks, whole, source.mesh.device_type) for ranks in carriers], error)
+        carrier(whole, whole, device_type).drain()
+    refuse_each([carrier(ranks, whole, device_type) for ranks in carriers], error)
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def redistribute_local_async(
         or fill is not None
         or step.kind == "gather"
     ):
-        run = partial(_run_issued, steps, held, whole, last)
+        run = partial(run_into, steps, held, whole, last)
     else:
         run = partial(carrying.exchange, (held,), (whole,), transfer)
     if profiler._is_profiler_enabled:
@@ -144,7 +144,8 @@ def redistribute_local_async(
     return whole, communicator.issue(run, description, (held,), sources_ready=before is None)
 
 
-def _run_issued(steps: Sequence[CompiledStep], held: torch.Tensor, whole: torch.Tensor, last: int) -> None:
+def run_into(steps: Sequence[CompiledStep], held: torch.Tensor, whole: torch.Tensor, last: int) -> None:
+    """Runs steps on `held`; step `last` writes the result to `whole`."""
     current = around = held
     for place, step in enumerate(steps):
         try:
