@@ -19,6 +19,7 @@ IN_TIME_S = 60
     [
         ("collective", 1500, ""),
         ("redistribution", 576, ""),
+        pytest.param("redistribution", 1500, "gloo", marks=pytest.mark.soak),
         pytest.param("collective", 576, "sockets", marks=pytest.mark.soak),
         pytest.param("asynchronous", 1500, "", marks=pytest.mark.soak),
         pytest.param("list", 576, "", marks=pytest.mark.soak),
