@@ -13,6 +13,7 @@ import tritondt as T
 from tests.harness.oracle.random_layouts import random_pair
 from tests.harness.pairs_on_hosts import Pair, digest, redistributed, whole_numbers
 from tests.harness.two_hosts import run_on_hosts
+from tritondt.comm import world
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.dtensor.many import redistribute_to
 
@@ -182,3 +183,40 @@ def test_random_pairs_on_hosts(seed: int) -> None:
 
     chosen_bytes = chosen.choice((1, 300, 1 << 20))
     assert run_ranks(size, body, hosts=hosts) == run_ranks(size, body)
+
+
+def summed(kind: str) -> None:
+    """A sum of all ranks between hosts: terms inside each, then shares between them, and shares inside each."""
+    mesh = T.Mesh((4,))
+    terms = T.DTensor.from_local(torch.ones(256, 520), mesh, [T.Partial()])
+    if kind == "list":
+        rows = T.DTensor.from_local(torch.ones(16, 520), mesh, [T.Shard(0)])
+        found, _ = T.redistribute_many([(terms, [T.Replicate()]), (rows, [T.Replicate()])])
+    else:
+        found = terms.redistribute(placements=[T.Replicate()], async_op=kind == "asynchronous")
+    assert bool((found.to_local() == 4).all())
+
+
+@pytest.mark.parametrize("kind", ["synchronous", "asynchronous", "list"])
+def test_where_a_rank_has_ended_no_rank_of_another_host_is_told_that_the_world_goes_on(kind: str) -> None:
+    """A host whose own exchanges have failed for good has not merely refused the exchange between hosts."""
+
+    def body(rank: int, ended: int) -> list[str]:
+        summed(kind)
+        if rank == ended:
+            return []
+        errors = []
+        for error in (T.PeerError, T.WorldError):  # nobody waits for the second
+            with pytest.raises(error) as raised:
+                summed(kind)
+            errors.append(type(raised.value).__name__)
+        of_all = world.current().communicator((0, 1, 2, 3))
+        near = world.current().communicator((0, 1) if rank < 2 else (2, 3), inside=(0, 1, 2, 3))
+        assert not of_all.is_usable
+        assert not near.is_usable
+        return errors
+
+    for ended in range(4):
+        told = run_ranks(4, lambda rank, ended=ended: body(rank, ended), hosts=(0, 0, 1, 1))  # type: ignore[misc]
+        for rank, errors in enumerate(told):
+            assert errors == ([] if rank == ended else ["PeerError", "WorldError"]), (ended, rank)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,6 +48,8 @@ from tritondt.version import VERSION
 # Ranks of a communicator, the type of their devices, and the ranks of a wider one that it is inside of.
 _Key = tuple[tuple[int, ...], str, tuple[int, ...]]
 _MAX_NAMED = 16
+# By identity, keys of communicators of worlds that ended while the store was silent, which has not counted their end.
+_uncounted: dict[Identity, set[str]] = {}
 # How long a process that ends waits for what is under way on a device.
 _LEAVE_S = 2.0
 
@@ -76,6 +78,8 @@ class ProcessWorld:
         self.identity = who
         self._has_refused = False
         self._timeout = environment.timeout()
+        for other in _uncounted.keys() - {who}:  # of another store
+            del _uncounted[other]
         store: Any = dist.distributed_c10d._get_default_store()
         starts.check_keys(store)
         self._store, self._presence = dist.PrefixStore("tritondt", store), presence.of_group(store)
@@ -242,7 +246,8 @@ class ProcessWorld:
     def _rendezvous_of(self, name: str, ranks: tuple[int, ...], timeout_s: float) -> Rendezvous:
         """The rendezvous of a communicator, in which this rank takes part."""
         try:
-            made = Rendezvous(self._store_client, name, ranks, timeout_s)
+            uncounted = _uncounted.get(self.identity, ())
+            made = Rendezvous(self._store_client, name, ranks, timeout_s, uncounted)
         except BaseException as error:  # before there is a key under which it could be reported
             presence.refuse(self._presence, self.identity.rank, error)
             self._has_refused = True
@@ -366,8 +371,10 @@ class ProcessWorld:
 
     def _end_rendezvous(self) -> None:
         for rendezvous in self._rendezvous:
-            with suppress(RuntimeError):  # without the store there is no next one
+            try:
                 rendezvous.end()
+            except RuntimeError:  # a store behind a link that is down may answer the next world
+                _uncounted.setdefault(self.identity, set()).add(rendezvous.key)
         self._rendezvous.clear()
 
     def inherited(self) -> World:

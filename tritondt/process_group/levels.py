@@ -71,6 +71,8 @@ class Levels:
     ) -> None:
         self._ranks, self.whole, self._hosts, self._near = tuple(ranks), whole, hosts, near
         self._all = (whole,) if near is None else (whole, near)
+        if near is not None:
+            whole.contain(near)
         # Where there is one communicator, its exchanges are counted by themselves.
         self.is_numbered, self._number = hosts.saves, 0
 
@@ -147,15 +149,10 @@ class Levels:
                 carrier.collective = f"{self.whole.key}/collective", self._number
 
     def _leave(self, carriers: Sequence[SocketCommunicator], error: BaseException) -> None:
-        """Takes no part in the exchanges that are left, or in nothing more where a communicator has failed for good."""
-        if not self.is_numbered:
-            return
-        is_usable = all(carrier.is_usable for carrier in self._all)
-        for carrier in carriers if is_usable else self._all:
-            if is_usable:
+        """Takes no part in the exchanges that are left, where the communicators have not failed for good."""
+        for carrier in carriers if self.is_numbered else ():
+            if carrier.is_usable:
                 carrier.refuse(error)
-            elif carrier.is_usable:
-                carrier.fail(error)
 
     def set_timeout(self, seconds: float) -> None:
         """Sets how long an exchange may take from now on, in seconds."""

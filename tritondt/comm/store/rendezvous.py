@@ -6,7 +6,7 @@ count for themselves. The store counts how many communicators of a name have end
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -21,12 +21,24 @@ Result = TypeVar("Result")
 
 
 class Rendezvous:
-    """One making of the communicator `name` by `ranks`; `key` is its own among all makings."""
+    """One making of the communicator `name` by `ranks`; `key` is its own among all makings.
 
-    def __init__(self, client: StoreClient, name: str, ranks: Sequence[int], timeout_s: float) -> None:
+    `uncounted` are keys of makings whose end this rank could not tell the store, which it is told now.
+    """
+
+    def __init__(
+        self, client: StoreClient, name: str, ranks: Sequence[int], timeout_s: float, uncounted: Collection[str] = ()
+    ) -> None:
         self._client, self._name, self._ranks, self._timeout_s = client, name, ranks, timeout_s
         self._number = self._num_ended() + 1
-        self.key = f"{name}/{self._number}"
+        while self.key in uncounted:
+            self._asked(self._count)
+            self._number = self._num_ended() + 1
+
+    @property
+    def key(self) -> str:
+        """Name of this making in the store."""
+        return f"{self._name}/{self._number}"
 
     def _num_ended(self) -> int:
         return int(self._asked(lambda store: store.get(self._ended) if store.check([self._ended]) else b"0"))
@@ -133,5 +145,8 @@ class Rendezvous:
 
     def end(self) -> None:
         """Counts this making as ended, so that the next one of its name gets another key; once for all ranks."""
+        self._client.call(self._count)
+
+    def _count(self, store: dist.Store) -> None:
         before = "" if self._number == 1 else f"{self._number - 1}"
-        self._client.call(lambda store: store.compare_set(self._ended, before, f"{self._number}"))
+        store.compare_set(self._ended, before, f"{self._number}")

@@ -105,8 +105,11 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
         """Ends an exchange with messages that raised `error`: one that another rank refused counts as run."""
         if isinstance(error, RefusalError) and self.drops_refused and self.failure is None:
             self._skip()
-        else:
+            return
+        try:
             self.break_off(record, error)
+        finally:
+            self._fail_together(error)
 
     def traffic_of(self, transfer: Transfer) -> Traffic:
         """Bytes and messages that this rank will send and receive in an exchange."""

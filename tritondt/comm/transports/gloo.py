@@ -88,12 +88,16 @@ class GlooCommunicator(PackedCommunicator):
     def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
         """Disconnects: half of the exchange is under way, so nothing can follow it."""
         try:
-            if self.failure is None:
-                self.failure = error
-                self._watch.report(self._key, None, error)
-            self._close_connections()
+            self.fail(error)
         finally:
             self._end_wait()
+
+    def fail(self, error: BaseException) -> None:
+        """Disconnects for good, and tells the others why: here, or in a communicator that works with it."""
+        if self.failure is None:
+            self.failure = error
+            self._watch.report(self._key, None, error)
+        self._close_connections()
 
     def _under_way(self) -> _Posted:
         assert self._posted is not None, "messages are posted after the exchange has begun"

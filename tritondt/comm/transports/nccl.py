@@ -320,6 +320,10 @@ class NcclCommunicator(PackedCommunicator):
         if found is not None and found.record == record.entry and found.event is None:  # half of it is in the stream
             self._watched.give_up(error)
 
+    def fail(self, error: BaseException) -> None:
+        """Ends everything for what happened in a communicator that works with it, and tells the others why."""
+        self._watched.give_up(error)
+
     def _on_failure(self, error: BaseException) -> None:
         self.failure = self.failure or error
         self._queue.fail(error)

@@ -5,7 +5,8 @@ Which of two threads came first may differ among the ranks, so a second thread t
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from weakref import ref
 
 import torch
 
@@ -31,6 +32,7 @@ class OrderedCommunicator(Closable, ABC):
         # What this one and others run as one, each with exchanges of its own; see `Wait`.
         self.collective: tuple[str, int] | None = None
         self._inside: list[OrderedCommunicator] = []
+        self._around: Callable[[], OrderedCommunicator | None] = lambda: None
 
     @property
     def key(self) -> str:
@@ -43,8 +45,27 @@ class OrderedCommunicator(Closable, ABC):
         return self._ranks
 
     def contain(self, inner: "OrderedCommunicator") -> None:
-        """Counts exchanges of `inner`, of some ranks of this one, with its own: what runs on both is in its order."""
+        """Counts exchanges of `inner`, of some ranks of this one, with its own: what runs on both is in its order.
+
+        Where one of them fails for good, all do.
+        """
         self._inside.append(inner)
+        inner._around = ref(self)  # weakly: a cycle would wait for the collector
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the communicator for good for what happened in one that works with it, and tells the others why."""
+        self.failure = self.failure or error
+        self._interrupt(error)
+
+    def _fail_together(self, error: BaseException) -> None:
+        """Ends for good what runs in one order with this one, which has failed: half of what ran on them has gone.
+
+        Ranks elsewhere wait there, and would take this rank for one that has refused and goes on.
+        """
+        around = self._around() or self
+        for each in (around, *around._inside):
+            if each.is_usable:
+                each.fail(error)
 
     def _begin_run(self) -> None:
         """Numbers what runs as one, alike on all ranks: by the exchanges that have been counted here and inside."""

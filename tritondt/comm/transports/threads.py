@@ -135,6 +135,11 @@ class ThreadCommunicator(PackedCommunicator):
         """Fails the communicator."""
         self.failure = self.failure or error
 
+    def fail(self, error: BaseException) -> None:
+        """Fails the communicator, and tells the others why: for what happened in one that works with it."""
+        self.failure = self.failure or error
+        self.report(error)
+
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
         text = f"{type(error).__name__}: {error}"
@@ -254,9 +259,10 @@ class ThreadWorld:
             # Which one of this name, as others may have made more of them: store.rendezvous does it for processes.
             key = f"{name}/{self._scheduler.num_ended[name] + 1}"
             context = CommunicatorContext(name, key, members, self.identity.rank, self.flight, environment.compares())
-            found = self._communicators[members, around] = ThreadCommunicator(
-                context, self._scheduler, self.communicator(around) if around else None
-            )
+            outer = self.communicator(around) if around else None
+            found = self._communicators[members, around] = ThreadCommunicator(context, self._scheduler, outer)
+            if outer is not None:
+                outer.contain(found)
         return found
 
     def set_timeout(self, ranks: Sequence[int], device_type: str, seconds: float) -> None:
