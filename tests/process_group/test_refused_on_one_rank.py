@@ -73,6 +73,24 @@ def test_the_others_hear_of_it(ranks_of: RanksOf, name: str) -> None:
     assert first.startswith("rank 1 failed while rank 0 waited for rank 1")
 
 
+def ask_and_go_on(rank: int, name: str) -> tuple[str, list[float]]:
+    told = ask(rank, name)
+    T.abort()
+    total = torch.full((2,), float(rank))
+    dist.all_reduce(total, group=dist.new_group(backend="tritondt"))
+    return told, total.tolist()
+
+
+@pytest.mark.extended
+def test_over_gloo_the_others_hear_of_it_where_ranks_compare_and_go_on_in_a_new_group() -> None:
+    with GlooRanks(2, {"TRITONDT_TRANSPORT": "gloo", "TRITONDT_DEBUG": "1", "TRITONDT_TIMEOUT": "100"}) as ranks:
+        for name, (_, text) in CASES.items():
+            for rank, (told, total) in enumerate(ranks.run(ask_and_go_on, name)):
+                assert text in told, told
+                assert told.startswith("rank 1 refused ") == (rank == 0), told
+                assert total == [1.0, 1.0]
+
+
 def refuse_in_a_callback(rank: int) -> str:
     """Rank 1's callback asks for what is refused, while a call of the same rank waits for what it follows."""
     group: Any = dist.new_group(backend="tritondt")
