@@ -172,14 +172,30 @@ def test_sequences_of_blocks_that(kind):
     assert any("cut the sequence, dim 1" in part.layout for part in plan.parts), plan
 
 
+OBJECTIVES = ("step time", "bytes", "memory")
+# Every objective on one mesh, and one on each of the others; the rest is soak.
+FIRST = {("dp", "tp"): OBJECTIVES, ("tp", "dp"): ("step time",), ("dp",): ("bytes",), ("tp",): ("memory",)}
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize("objective", ["step time", "bytes", "memory"])
 @pytest.mark.parametrize(
     ("make", "inputs"),
     [(gpt, gpt_inputs), (Llama, by_tokens), (partial(Llama, tied=True), by_tokens), (Pictures, by_pictures)],
     ids=["gpt", "llama", "tied", "pictures"],
 )
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"dp": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "objective"),
+    [
+        pytest.param(
+            sizes,
+            objective,
+            marks=[] if objective in FIRST[tuple(sizes)] and sizes != {"tp": 2} else pytest.mark.soak,
+            id=f"{sizes}-{objective}",
+        )
+        for sizes in ({"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"dp": 4})
+        for objective in OBJECTIVES
+    ],
+)
 def test_every_objective_on_every_mesh(make, inputs, sizes, objective):
     check(make, inputs, sizes, every=True, objective=objective)
 

@@ -80,14 +80,13 @@ def most_bytes(make: Callable[[], nn.Module], plan: FoundPlan) -> int:
     return most + sum(part.nbytes for part in parts)
 
 
-def compare(*makes: Callable[[], nn.Module]) -> None:
+def compare(make: Callable[[], nn.Module]) -> None:
     jobs = []
-    for make in makes:
-        for objective in ("step time", "memory"):
-            costs = CostTable(flop_rate=1e7)
-            plan = find_plan(seeded(make), {"tp": RANKS}, inputs_of(make), objective=objective, costs=costs)
-            assert plan.laid_out.styles, plan
-            jobs.append((make, plan.to_json(), plan.step.memory.most))
+    for objective in ("step time", "memory"):
+        costs = CostTable(flop_rate=1e7)
+        plan = find_plan(seeded(make), {"tp": RANKS}, inputs_of(make), objective=objective, costs=costs)
+        assert plan.laid_out.styles, plan
+        jobs.append((make, plan.to_json(), plan.step.memory.most))
     counted, *_ = run_on_ranks(RANKS, count_on_rank, [job[:2] for job in jobs], on_message=print)
     assert isinstance(counted, list)
     for (_, _, predicted), found in zip(jobs, counted, strict=True):
@@ -106,5 +105,6 @@ def test_memory_of_a_step_of_one_process(make):
 
 
 @pytest.mark.extended
-def test_memory_of_a_step_of_four_processes():
-    compare(gpt, llama, bert)
+@pytest.mark.parametrize("make", [gpt, *(pytest.param(make, marks=pytest.mark.soak) for make in (llama, bert))])
+def test_memory_of_a_step_of_four_processes(make):
+    compare(make)

@@ -29,7 +29,9 @@ def run(
     return {line["rank"]: line["found"] for line in lines}
 
 
-@pytest.mark.parametrize("counts", [(2, 2), (3, 5), (1, 3), (2, 2, 2, 2), (1, 2, 3)])
+@pytest.mark.parametrize(
+    "counts", [(3, 5), (2, 2, 2, 2), (1, 2, 3), *(pytest.param(it, marks=pytest.mark.soak) for it in ((2, 2), (1, 3)))]
+)
 def test_random_collectives(tmp_path: Path, counts: tuple[int, ...]) -> None:
     found = run(tmp_path, "random", sum(counts), counts)
     assert found == dict.fromkeys(range(sum(counts)), "SocketCommunicator")
