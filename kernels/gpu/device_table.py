@@ -9,9 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from operator import itemgetter, or_
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from triton import JITFunction
+from triton.runtime.driver import driver
 
 from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.kernels.gpu.box_table import BoxTable, Pointer, box_table, by_pointers, chooser
@@ -35,6 +38,7 @@ class Kernel(NamedTuple):
 
     `arguments` come behind table and pointers, `constants` are compiled in, `options` are the compiler's. The kernel is
     compiled for one of the classes of modes, `modes`; `width` is that of its widest units, as tuning.json has it.
+    `registers` has bounds of registers for some architectures, see `compiler_options`.
     """
 
     function: Any
@@ -44,6 +48,11 @@ class Kernel(NamedTuple):
     options: Mapping[str, Any]
     modes: tuple[int, ...]
     width: int = WIDEST
+    registers: Mapping[int, int] = MappingProxyType({})
+
+    def compiled_with(self, num_dims: int, num_warps: int, architecture: int | None) -> dict[str, Any]:
+        """The compiler's options for an architecture such as 90; None stands for Triton's interpreter."""
+        return compiler_options(self.options, self.registers, num_dims, num_warps, architecture)
 
     def with_signals(self, num_cells: int, num_lanes: int, *, by_store: bool) -> "Kernel":
         """The kernel of a table whose cells have signals behind them, with so many lanes for peers."""
@@ -102,8 +111,16 @@ def compile_form(
         *counts,
         *form.constants(kernel).values(),
         grid=grid,
-        **compiler_options(kernel.options, form.num_dims, num_warps),
+        **kernel.compiled_with(form.num_dims, num_warps, _architecture(kernel.function)),
     )
+
+
+def _architecture(function: Any) -> int | None:
+    """Architecture that a kernel is compiled for; None where nothing is compiled, as in Triton's interpreter."""
+    if not isinstance(function, JITFunction):
+        return None
+    architecture: int = driver.active.get_current_target().arch
+    return architecture
 
 
 # What a captured graph reads at each replay. Nobody says when the last graph is deleted, so that it stays: some

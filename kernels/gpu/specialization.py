@@ -77,11 +77,22 @@ def few_dims(nest: LoopNest, num_dims: int) -> list[LoopNest]:
     return [coalesce(part) for part in parts]
 
 
-def compiler_options(options: Mapping[str, Any], num_dims: int, num_warps: int) -> dict[str, Any]:
-    """Compiler options of a kernel whose own options are `options`.
+def compiler_options(
+    options: Mapping[str, Any], registers: Mapping[int, int], num_dims: int, num_warps: int, architecture: int | None
+) -> dict[str, Any]:
+    """Compiler options of a kernel whose own options are `options`, for an architecture such as 90.
 
-    To stay at 32 registers, the assembler spills 8 bytes of a copy of 6 dims on sm_90 (Triton 3.6 and 3.7); where a
-    bound is given it takes what it needs, 48. A kernel's own bound is for few dims.
+    `registers` bounds a thread's registers (maxnreg) by major capability, where another bound than that of `options`
+    is needed. Both are for few dims. To stay at 32 registers, the assembler spills 8 bytes of a copy of 6 dims on sm_90
+    (Triton 3.6 and 3.7); where a bound is given it takes what it needs, 48.
+
+    >>> compiler_options({"maxnreg": 64}, {12: 72}, 4, 8, 121)
+    {'num_warps': 8, 'maxnreg': 72}
     """
-    bound = {"maxnreg": _MAX_REGISTERS[num_dims]} if num_dims > DIMS[0] else {}
+    if num_dims > DIMS[0]:
+        bound = {"maxnreg": _MAX_REGISTERS[num_dims]}
+    elif architecture is not None and architecture // 10 in registers:
+        bound = {"maxnreg": registers[architecture // 10]}
+    else:
+        bound = {}
     return {"num_warps": num_warps, **options, **bound}

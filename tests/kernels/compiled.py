@@ -4,7 +4,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -12,8 +12,7 @@ from triton.compiler import ASTSource
 
 from tritondt.kernels.gpu.device_table import Form, Kernel
 from tritondt.kernels.gpu.instructions import disassembled
-from tritondt.kernels.gpu.specialization import compiler_options
-from tritondt.kernels.gpu.tuning import Choice, choose
+from tritondt.kernels.gpu.tuning import choose
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Two loads of 8 bytes side by side are one instruction too.
@@ -35,11 +34,7 @@ def compile_kernel(kernel: Kernel, modes: int, num_dims: int, architecture: int,
     """A kernel as it is launched for a class of modes, on a GPU that nobody has tuned for."""
     choice = choose("default", kernel.name, kernel.width, num_dims)
     form = Form(modes, num_dims, num_pointers, choice.block)
-    return _compile(kernel, form.constants(kernel), architecture, choice)
-
-
-def _compile(kernel: Kernel, constants: dict[str, Any], architecture: int, choice: Choice) -> Compiled:
-    function = kernel.function
+    constants, function = form.constants(kernel), kernel.function
     arguments = dict.fromkeys(function.arg_names, "i32") | {
         "table": "*i64",
         "pointers": ("i64",) * constants["NUM_POINTERS"],
@@ -48,7 +43,7 @@ def _compile(kernel: Kernel, constants: dict[str, Any], architecture: int, choic
     places = {(function.arg_names.index(name),): value for name, value in constants.items()}
     # The table starts at a multiple of 16, as all that the allocator gives does.
     source = ASTSource(function, signature, places, {(0,): [["tt.divisibility", 16]]})
-    options = compiler_options(kernel.options, constants["NUM_DIMS"], choice.num_warps)
+    options = kernel.compiled_with(num_dims, choice.num_warps, architecture)
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     ptx = made.asm["ptx"]
     usage = _resource_usage(made.asm["cubin"])

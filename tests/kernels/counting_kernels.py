@@ -14,7 +14,6 @@ from tests.harness.doubled import doubled
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 from tritondt.kernels.gpu import cast_boxes, copy_boxes, device_table, fp8_tables, reduce_slots
 from tritondt.kernels.gpu.device_table import DeviceTable, Form, Kernel
-from tritondt.kernels.gpu.specialization import compiler_options
 from tritondt.kernels.scaled_tables import ScaledTable
 from tritondt.kernels.signals import SlotTensors
 from tritondt.kernels.tables import CppMaker, Table, TritonMaker
@@ -93,7 +92,7 @@ def counted() -> Iterator[set[tuple[Any, ...]]]:
     found = set[tuple[Any, ...]]()
 
     def note(kernel: Kernel, form: Form, num_warps: int, *others: Any) -> None:
-        options = compiler_options(kernel.options, form.num_dims, num_warps)
+        options = kernel.compiled_with(form.num_dims, num_warps, 90)
         found.add((kernel.function.name, tuple(form.constants(kernel).items()), tuple(sorted(options.items()))))
 
     with ExitStack() as stack:

@@ -19,9 +19,10 @@ from triton.runtime.driver import driver
 from tests.kernels.recording_driver import STREAM, RecordingDriver
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
 from tritondt.kernels.gpu import device_table
+from tritondt.kernels.gpu.ahead_of_time import Architecture
 from tritondt.kernels.gpu.box_table import box_table, by_pointers
 from tritondt.kernels.gpu.copy_boxes import DeviceCopyTable, copies, copy_boxes, copy_kernel
-from tritondt.kernels.gpu.device_table import Launch, Shared
+from tritondt.kernels.gpu.device_table import Form, Launch, Shared, compile_form
 from tritondt.kernels.gpu.launcher import _without_hooks
 from tritondt.kernels.gpu.loop_nest import copy_nest, reduce_nest
 from tritondt.kernels.gpu.pieces import Grain, copy_pieces, run_pieces
@@ -90,6 +91,17 @@ def test_a_reduction_is_launched_with_its_arguments_in_order(recording):
     assert (found["divisor"], found["num_walks"], found["num_bisections"], found["num_tiles"]) == (3, 1, 0, 11)
     constants = {"UNROLL": 4, "ELEMENT": ELEMENTS["float32"], "DTYPE": "float32", "OP": "sum", "DIVIDES": True}
     assert {name: found[name] for name in constants} == constants
+
+
+@pytest.mark.parametrize(("architecture", "registers"), [(80, 64), (90, 64), (100, 64), (120, 72), (121, 72)])
+def test_registers_are_bounded_for_the_architecture_of_the_driver(monkeypatch, architecture, registers):
+    monkeypatch.setattr(driver, "_active", Architecture(architecture))
+    monkeypatch.setattr(reduce_kernel, "warmup", lambda *_, **options: options)
+    kernel = reductions("float32", "sum")
+    for num_dims, bound in ((DIMS[0], registers), (DIMS[1], 128)):
+        form = Form(kernel.modes[0], num_dims, 8, 256)
+        options = compile_form(kernel, form, 4, torch.int64, (1, 1, 1), (1, 1, 1))
+        assert options == {"grid": (1, 1, 1), "num_warps": 4, "enable_fp_fusion": False, "maxnreg": bound}
 
 
 def test_launches_again_without_touching_a_tensor(recording):
