@@ -2,7 +2,7 @@
 
 import itertools
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -11,13 +11,18 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from tritondt.kernels.gpu.cast_boxes import DIVIDES, FLOATS, MULTIPLIES, NO_SCALES, DtypePair
-from tritondt.kernels.gpu.copy_boxes import copies
+from tritondt.kernels.gpu.copy_boxes import copies, slot_copies
 from tritondt.kernels.gpu.device_table import Form, Kernel, compile_form
 from tritondt.kernels.gpu.fp8_tables import EXACT_IN_FLOAT32, FP8, scale_finding
 from tritondt.kernels.gpu.reduce_slots import reductions
+from tritondt.kernels.gpu.signals import num_lanes
 from tritondt.kernels.gpu.specialization import DIMS, POINTERS
-from tritondt.kernels.gpu.tuning import DEFAULT, choose
+from tritondt.kernels.gpu.tuning import DEFAULT, Choice, choose
 from tritondt.kernels.reduction_dtypes import DTYPES
+
+_SUMMED_IN_SLOTS = ("float32", "bfloat16")
+# Kernels are not compiled for the number of a table's cells.
+_ANY_NUMBER = 1
 
 
 class Compilation(NamedTuple):
@@ -58,14 +63,32 @@ def kernels() -> Iterator[Kernel]:
         yield DtypePair(narrow, wide).kernel(MULTIPLIES)
 
 
+def slot_kernels() -> Iterator[Kernel]:
+    """The kernels of exchanges through peers' slots: copies, and sums of the dtypes that gradients have."""
+    yield slot_copies()
+    yield from (reductions(dtype, "sum", is_of_slots=True) for dtype in _SUMMED_IN_SLOTS)
+
+
 def compilations(device_name: str = DEFAULT) -> list[Compilation]:
-    """Compilations for boxes of few dims and tensors: every class of every kernel, as tuned for a device."""
-    found = []
-    for kernel in kernels():
-        choice = choose(device_name, kernel.name, kernel.width, DIMS[0])
-        forms = (Form(modes, DIMS[0], POINTERS[0], choice.block) for modes in kernel.modes)
-        found += [Compilation(kernel, form, choice.num_warps) for form in forms]
-    return found
+    """Compilations for boxes of few dims and tensors: every class of every kernel, as tuned for a device.
+
+    Those of slots are for as many peers as a block has threads, with native atomics and without; a sum over 8 ranks has
+    9 pointers.
+    """
+
+    def tuned(kernel: Kernel) -> Choice:
+        return choose(device_name, kernel.name, kernel.width, DIMS[0])
+
+    found: list[tuple[Kernel, Choice, Sequence[int]]] = [(kernel, tuned(kernel), POINTERS[:1]) for kernel in kernels()]
+    for kernel, by_store in itertools.product(slot_kernels(), (False, True)):
+        choice = tuned(kernel)
+        signalling = kernel.with_signals(_ANY_NUMBER, num_lanes(1, choice.num_warps), by_store=by_store)
+        found.append((signalling, choice, POINTERS[:1] if kernel.function is slot_copies().function else POINTERS[:2]))
+    return [
+        Compilation(kernel, Form(modes, DIMS[0], num_pointers, choice.block), choice.num_warps)
+        for kernel, choice, pointers in found
+        for modes, num_pointers in itertools.product(kernel.modes, pointers)
+    ]
 
 
 def compile_all(architecture: int, num_processes: int, device_name: str = DEFAULT) -> int:

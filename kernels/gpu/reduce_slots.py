@@ -42,8 +42,8 @@ _SPILLING_ON_SM_120 = (
     *(("int8", "max"), ("int8", "min")),
 )
 # A launch of slots has few programs. Of its own accord, and within 64, 80 or 96 registers, the assembler spills 8 to 16
-# bytes of bfloat16 on sm_80 or sm_90.
-_SLOTS_BOUND = {"maxnreg": 128}
+# bytes of bfloat16 on sm_80 or sm_90; within 128, 16 bytes of sums of more than 8 pointers on sm_100.
+_SLOTS_BOUND = {"maxnreg": 168}
 # bfloat16 is read as bits: what Triton's interpreter makes of the dtype itself is cut, not rounded.
 ELEMENTS = {
     "float32": tl.float32,

@@ -20,7 +20,9 @@ from tritondt.kernels.tables import CppMaker, Table, TritonMaker
 
 _PLACES = (
     (copy_boxes, "copy_kernel"),
+    (copy_boxes, "slot_copy_kernel"),
     (reduce_slots, "reduce_kernel"),
+    (reduce_slots, "slot_reduce_kernel"),
     (cast_boxes, "cast_kernel"),
     (fp8_tables, "scale_kernel"),
 )

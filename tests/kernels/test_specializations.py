@@ -20,8 +20,9 @@ from tests.harness.oracle.cases import check_cases, random_case
 from tests.kernels.bytes_of import bytes_of
 from tests.kernels.counting_kernels import counted
 from tests.kernels.random_boxes import random_cast_boxes, random_copy_boxes, random_reduce_boxes
+from tests.kernels.signals.one_peer import Peers
 from tritondt.comm.transports.threads import run_ranks
-from tritondt.kernels.boxes import CopyBox
+from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
 from tritondt.kernels.gpu import ahead_of_time, device_table
 from tritondt.kernels.gpu.cast_boxes import FLOATS, DeviceCastTable
 from tritondt.kernels.gpu.copy_boxes import DeviceCopyTable
@@ -123,6 +124,18 @@ def test_a_training_step_needs_few_kernels() -> None:
     with counted() as found:
         run_ranks(4, body)
     assert 0 < len(found) <= A_STEP
+    assert found <= ahead()
+
+
+def test_an_exchange_through_slots_needs_kernels_that_are_compiled_ahead() -> None:
+    with counted() as found:
+        packs, unpacks = Peers([0] * 7), Peers([0] * 7, lands=True)
+        DeviceCopyTable(packs.boxes(), CPU, slots=packs.tensors()).prepared([4096], [4096] * 8)
+        DeviceCopyTable(unpacks.boxes(), CPU, slots=unpacks.tensors()).prepared([4096] * 8, [4096])
+        for dtype in ("float32", "bfloat16"):
+            terms = [ReduceBox(0, 0, (8,), (1,), tuple(Slot(peer, 0, (1,)) for peer in range(8)))]
+            DeviceReduceTable(terms, "sum", dtype, 1, CPU, slots=unpacks.tensors())
+    assert {name for name, *_ in found} == {"slot_copy_kernel", "slot_reduce_kernel"}
     assert found <= ahead()
 
 

@@ -11,7 +11,7 @@ from tests.kernels.signals.one_peer import Peers
 from tritondt.kernels.gpu.copy_boxes import DeviceCopyTable, slot_copies
 from tritondt.kernels.gpu.reduce_slots import reductions
 from tritondt.kernels.gpu.signals import num_lanes
-from tritondt.kernels.gpu.specialization import ALL_TILES, COPY_RUNS, DIMS, SHORT_ROWS, WIDE_RUNS
+from tritondt.kernels.gpu.specialization import ALL_TILES, COPY_RUNS, DIMS, POINTERS, SHORT_ROWS, WIDE_RUNS
 from tritondt.kernels.gpu.tuning import choose
 
 FEW = DIMS[0]
@@ -107,6 +107,22 @@ def test_no_sum_of_slots_spills(architecture, dtype):
     assert compiled.wide_loads == 5 * compiled.wide_stores > 0
     for pattern in (ACQUIRE, COUNT, RELEASE):
         assert len(places(pattern, compiled.ptx)) == 1
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        *marked(EXTENDED, (100, "float32")),
+        *marked(
+            SOAK, (100, "bfloat16"), *((number, dtype) for number in (80, 90, 120) for dtype in ("float32", "bfloat16"))
+        ),
+    ],
+)
+def test_no_sum_of_many_slots_spills(architecture, dtype):
+    kernel = slots_of(reductions(dtype, "sum", is_of_slots=True), num_warps=8)
+    compiled = compile_kernel(kernel, kernel.modes[0], FEW, architecture, POINTERS[1])
+    assert compiled.spilled_bytes == 0
+    assert compiled.registers <= 168
 
 
 @pytest.mark.parametrize(
