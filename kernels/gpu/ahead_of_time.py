@@ -72,8 +72,8 @@ def slot_kernels() -> Iterator[Kernel]:
 def compilations(device_name: str = DEFAULT) -> list[Compilation]:
     """Compilations for boxes of few dims and tensors: every class of every kernel, as tuned for a device.
 
-    Those of slots are for as many peers as a block has threads, with native atomics and without; a sum over 8 ranks has
-    9 pointers.
+    Kernels of slots are for as many peers as a block has threads, with native atomics and without. A sum over 8 ranks
+    has 9 pointers.
     """
 
     def tuned(kernel: Kernel) -> Choice:
