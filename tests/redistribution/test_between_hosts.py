@@ -151,7 +151,9 @@ def test_meshes_across_hosts(tmp_path: Path, ranks_on_hosts: tuple[int, ...]) ->
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("ranks_on_hosts", [(4, 4), (3, 5), (2, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "ranks_on_hosts", [pytest.param((4, 4), marks=pytest.mark.soak), (3, 5), (2, 2, 2, 2)], ids=str
+)
 def test_all_pairs(tmp_path: Path, ranks_on_hosts: tuple[int, ...]) -> None:
     pairs = [*pairs_of((8,), IN_ORDER, ONE_AXIS), *pairs_of((2, 4), IN_ORDER, TWO_AXES)]
     pairs += pairs_of((2, 4), ACROSS, TWO_AXES)
