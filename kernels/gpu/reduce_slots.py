@@ -35,12 +35,14 @@ _UNROLL = 4
 # To take fewer than they need without a bound, 67 to 90, the assembler spills up to 112 bytes of reductions of bytes.
 _BOUND = {"maxnreg": 64}
 # Within 64, the assembler spills 8 bytes of sums of float32, bfloat16 and float16 on sm_120; within 72, 8 bytes of
-# float32's on sm_100. Without a bound it takes 63 for max and min of int8 on sm_120, and spills 8 bytes.
-_SM_120 = {12: 72}
-_SPILLING_ON_SM_120 = (
-    *(("float32", "sum"), ("bfloat16", "sum"), ("float16", "sum")),
-    *(("int8", "max"), ("int8", "min")),
-)
+# float32's on sm_100. Without a bound it spills 8 bytes of max and min of int8 on sm_120 to take 63, and of products of
+# bytes, to take 64, 8 on sm_90 and 24 on sm_100.
+_SM_120, _SM_90_AND_100 = {12: 72}, {9: 72, 10: 72}
+_REGISTERS = {
+    **{(dtype, "sum"): _SM_120 for dtype in ("float32", "bfloat16", "float16")},
+    **{("int8", op): _SM_120 for op in ("max", "min")},
+    **{(dtype, "product"): _SM_90_AND_100 for dtype in ("int8", "uint8")},
+}
 # A launch of slots has few programs. Of its own accord, and within 64, 80 or 96 registers, the assembler spills 8 to 16
 # bytes of bfloat16 on sm_80 or sm_90; within 128, 16 bytes of sums of more than 8 pointers on sm_100.
 _SLOTS_BOUND = {"maxnreg": 168}
@@ -127,7 +129,7 @@ def reductions(dtype: str, op: str, divisor: int = 1, *, is_of_slots: bool = Fal
     name = f"reduce {found.element_bytes}"
     if is_of_slots:
         return Kernel(slot_reduce_kernel, name, (divisor,), constants, options, (modes,))
-    registers = _SM_120 if (dtype, op) in _SPILLING_ON_SM_120 else {}
+    registers = _REGISTERS.get((dtype, op), {})
     return Kernel(reduce_kernel, name, (divisor,), constants, options, (modes,), registers=registers)
 
 

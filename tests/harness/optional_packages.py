@@ -6,7 +6,7 @@ sys.meta_path.append(MissingPackages())  # `import click` in a test file, or bel
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -49,11 +49,20 @@ class MissingPackages(importlib.abc.MetaPathFinder):
         """None; raises pytest's Skipped where one of our files imports one of `names`."""
         importer = _importer() if name in self.names else None
         if importer is not None and importer.f_code.co_filename.startswith(_OURS):
-            if importer.f_code.co_name == "<module>":
-                # pytest leaves half a module there, of which the next file that imports it would miss a name.
-                sys.modules.pop(importer.f_globals.get("__name__", ""), None)
+            # pytest leaves half a module there, of which the next file that imports it would miss a name.
+            for frame in _half_imported(importer):
+                sys.modules.pop(frame.f_globals.get("__name__", ""), None)
             pytest.skip(f"{name} is not installed", allow_module_level=True)
         return None
+
+
+def _half_imported(importer: FrameType) -> Iterator[FrameType]:
+    """Frames of our modules whose import waits for that of `importer`, and it itself."""
+    frame: FrameType | None = importer
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(_OURS):
+            yield frame
+        frame = frame.f_back
 
 
 def _importer() -> FrameType:

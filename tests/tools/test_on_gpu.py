@@ -275,6 +275,12 @@ def test_a_missing_package_skips_our_files_and_nobody_elses(tmp_path: Path) -> N
         with pytest.raises(pytest.skip.Exception):
             exec(statement, vars(sys.modules["half_a_module"]))
         assert "half_a_module" not in sys.modules
+        sys.modules["half_a_module"] = ModuleType("half_a_module")  # which imports the one above
+        outer = compile("exec(statement, {})", str(path.with_name("another_test.py")), "exec")
+        vars(sys.modules["half_a_module"])["statement"] = statement
+        with pytest.raises(pytest.skip.Exception):
+            exec(outer, vars(sys.modules["half_a_module"]))
+        assert "half_a_module" not in sys.modules
         with pytest.raises(ModuleNotFoundError):
             exec(compile("import hypothesis_of_nobody", "/elsewhere/x.py", "exec"), {})
     finally:
