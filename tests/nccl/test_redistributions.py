@@ -67,6 +67,25 @@ def test_what_was_recorded_is_replayed_exactly(setting: Setting, source: str, ta
     setting.ranks.run(record_and_replay, setting.where, setting.ranks.size, source, target, is_async)
 
 
+def move_to_one_rank(rank: int, where: str, size: int, receiver: int) -> None:
+    """To a mesh of one rank, as the whole tensors of a state dict go: twice, since programs run from the second on."""
+    kind = device_of(where).kind
+    mesh, alone = T.Mesh((size,), device_type=kind), T.Mesh((1,), ranks=(receiver,), device_type=kind)
+    whole = torch.randint(-9, 9, (7, 5), generator=torch.Generator().manual_seed(3)).float()
+    for text in ("S0", "S1", "P", "R"):
+        local = share(whole, text, rank, size).to(kind).contiguous()
+        x = T.DTensor.from_local(local, mesh, T.parse_placements(text), shape=(7, 5), stride=(5, 1))
+        for _ in range(2):
+            found = x.redistribute(alone, [T.Replicate()]).to_local().cpu()
+            assert torch.equal(found, whole) if rank == receiver else not found.numel()
+
+
+@pytest.mark.parametrize("is_last", [False, True], ids=["first", "last"])
+def test_one_rank_of_a_mesh_gets_all_of_it(setting: Setting, is_last: bool) -> None:
+    size = setting.ranks.size
+    setting.ranks.run(move_to_one_rank, setting.where, size, size - 1 if is_last else 0)
+
+
 def record_for_long(rank: int, where: str) -> list[str]:
     """The watch looks once a second at what was put before, and must not touch what is recorded."""
     device = device_of(where)
