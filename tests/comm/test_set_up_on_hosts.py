@@ -29,7 +29,7 @@ fi
 
 
 def found_by_ranks(folder: Path, before: str, **environment: str) -> dict[int, str]:
-    """What each rank has found, where both hosts have run `before`."""
+    """Each rank's finding, by rank; both hosts have run `before` first."""
     program = ["sh", "-c", f'{before}\nexec "$@"', "sh", sys.executable, "-m", "tests.harness.set_up_on_hosts"]
     variables = {"TRITONDT_SOCKET_IFNAME": "wire", "TRITONDT_TIMEOUT": "90", "FOLDER": str(folder), **environment}
     outputs = run_on_two_hosts(folder, program, names=("one", "two"), environment=variables, timeout_s=300.0)

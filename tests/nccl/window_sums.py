@@ -14,7 +14,7 @@ LENGTH = 16 * 37  # of bytes; no multiple of the ranks' shares
 
 
 def terms_of(size: int, call: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What the ranks add, by rank; sums of floats depend on their order."""
+    """The terms of the ranks, by rank; sums of floats depend on their order."""
     count = LENGTH // dtype.itemsize
     numbers = [(torch.arange(count) * (rank + 3 + call) % 23 - 11).double() for rank in range(size)]
     scale = 1.37 if dtype.is_floating_point else 1
