@@ -11,6 +11,11 @@ READY ?=
 # What `make gpu` runs, all of it without a name, and for how many seconds: see tests/tools/on_gpu.py.
 PARTS ?=
 DEADLINE ?= 560
+# What `make gpu-kernels` compiles with, which the machine with the GPU has too, and for which GPUs.
+KERNELS_PYTHON ?= python3.12
+KERNELS_TORCH ?= 2.11.0
+KERNELS_TRITON ?= 3.6.0
+ARCHITECTURES ?= 90
 # The Python whose torch, triton and pytest `make gpu-dry` links into an environment without anything else.
 DRY_PYTHON ?= $(BIN)/python
 # Which modules `make mutants` changes, all of the core without a name: see tests/tools/mutation.py.
@@ -25,7 +30,7 @@ CSRC := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/doubles/fake_nccl/* tests/doubles/fake_cuda benchmarks/nccl/no_op_nccl benchmarks/nccl/stub_cuda benchmarks/collectives/mpi_loops,$(folder)/*.cpp $(folder)/*.h))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv compiled demo test test-all soak mutants nccl check check-style check-types check-stub check-warnings sanitize bench gpu gpu-dry versions wheel docs format clean
+.PHONY: help venv compiled demo test test-all soak mutants nccl check check-style check-types check-stub check-warnings sanitize bench gpu gpu-kernels gpu-dry versions wheel docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -143,6 +148,14 @@ bench: venv ## time redistribute against torch on 4 ranks
 gpu: ## run the tests and benchmarks that need a GPU, with the machine's own Python and nothing from the network
 	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: %s, torch %s, sees no CUDA device; name another Python with GPU_PYTHON=" % (sys.executable, torch.__version__))'
 	@$(GPU_PYTHON) -m tests.tools.on_gpu --deadline $(DEADLINE) $(PARTS)
+
+# The environment has a CUDA build of torch, of 5 GB, since Triton's digest is of the wheel that such a torch asks for.
+gpu-kernels: ## compile kernels for the GPU of a machine with KERNELS_PYTHON=python3.12 KERNELS_TRITON=3.6.0, which `make gpu` there unpacks
+	@test -x build/gpu_kernels/venv/bin/python || $(KERNELS_PYTHON) -m venv build/gpu_kernels/venv
+	@build/gpu_kernels/venv/bin/python -m pip install -qq --disable-pip-version-check torch==$(KERNELS_TORCH) triton==$(KERNELS_TRITON) numpy pybind11 "setuptools>=77"
+	@build/gpu_kernels/venv/bin/python setup.py --quiet build_ext --inplace
+	@rm -rf build/gpu_kernels/cache
+	@TRITON_CACHE_DIR=$(CURDIR)/build/gpu_kernels/cache build/gpu_kernels/venv/bin/python -m tests.tools.gpu_kernels $(addprefix --architecture ,$(ARCHITECTURES))
 
 gpu-dry: ## run what `make gpu` runs without a GPU and without optional packages, Triton interpreted (under 3 minutes)
 	@$(DRY_PYTHON) -m tests.tools.gpu_dry

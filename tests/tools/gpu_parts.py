@@ -12,6 +12,10 @@ _MOST_WORKERS = 8
 _HANG_S = 300
 _CAN_SHARE = "import sys; from tests.nccl.devices import why_not; sys.exit(why_not('gpu', 2))"
 _CAN_ASK = "import sys; from tests.nccl.libraries import why_not_shared; sys.exit(why_not_shared())"
+_CAN_UNPACK = (
+    "import sys; from tests.tools.gpu_kernels import ARCHIVE;"
+    "sys.exit(None if ARCHIVE.exists() else f'{ARCHIVE.name} is missing, which make gpu-kernels writes into build/')"
+)
 _CAN_INTERPRET = "import numpy"
 _CAN_SANITIZE = (
     "import sys; from tests.kernels.test_sanitized import sanitizer;"
@@ -40,7 +44,8 @@ class Part(NamedTuple):
 
 def parts(python: str) -> tuple[Part, ...]:
     """Parts that need a GPU: the build, those that tell most in six minutes, NCCL's tests, all others, more figures."""
-    share, ask, sanitize = ((python, "-c", each) for each in (_CAN_SHARE, _CAN_ASK, _CAN_SANITIZE))
+    asked = (_CAN_SHARE, _CAN_ASK, _CAN_SANITIZE, _CAN_UNPACK)
+    share, ask, sanitize, unpack = ((python, "-c", each) for each in asked)
 
     def bench(module: str, name: str, *options: str) -> tuple[str, ...]:
         return (python, "-m", f"benchmarks.{module}", *options, "--json", f"benchmarks/results/{name}.json")
@@ -51,6 +56,7 @@ def parts(python: str) -> tuple[Part, ...]:
     beside = ("--numprocesses", str(_workers()), "--dist", "load") if _workers() > 1 else ()
     return (
         Part("build", (python, "setup.py", "--quiet", "build_ext", "--inplace"), 300, essential=True),
+        Part("kernels", (python, "-m", "tests.tools.gpu_kernels", "--unpack"), 60, can_run=unpack),
         Part(
             "tests-simulate",
             tests("tests/nccl/test_operations.py", "-k", "gpu-1 and simulations"),

@@ -169,7 +169,9 @@ def test_what_cannot_run_is_skipped_with_its_reason(runner: Runner) -> None:
 def test_the_parts_run_what_there_is(found: tuple[Part, ...]) -> None:
     for part in found:
         for given in part.command:
-            word = given.removeprefix("--ignore=").replace("tests.nccl.libraries", "tests/nccl/libraries.py")
+            word = given.removeprefix("--ignore=")
+            if word in ("tests.nccl.libraries", "tests.tools.gpu_kernels"):
+                word = word.replace(".", "/") + ".py"
             if (word.startswith("tests") and "gpu_progress" not in word) or word.endswith(".py"):
                 assert (REPOSITORY / word).exists(), part
             if word.startswith("benchmarks."):
@@ -193,7 +195,8 @@ def test_a_dry_run_lasts_beyond_a_build_that_takes_its_limit() -> None:
 
 def test_figures_come_first_and_each_sanitizer_is_a_part() -> None:
     names = [part.name for part in parts("python")]
-    assert names[:6] == ["build", "tests-simulate", "bench-rows", "bench-host", "bench-slots", "tests-slots"]
+    assert names[:5] == ["build", "kernels", "tests-simulate", "bench-rows", "bench-host"]
+    assert names[5:7] == ["bench-slots", "tests-slots"]
     assert names[-2:] == ["memcheck", "racecheck"]
 
 
@@ -259,7 +262,7 @@ def test_tritons_cache_is_kept_unless_another_is_named() -> None:
 def test_a_part_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert on_gpu.main(["tests-nccl", "test-nccl"]) == 2
     assert capsys.readouterr().err.startswith(
-        "test-nccl is no part of what runs on a GPU; there are build, tests-simulate, bench-rows, "
+        "test-nccl is no part of what runs on a GPU; there are build, kernels, tests-simulate, bench-rows, "
     )
 
 
