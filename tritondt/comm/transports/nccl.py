@@ -165,7 +165,11 @@ class NcclCommunicator(PackedCommunicator):
         if operation is None:
             return False
         self.sequence += 1
-        self._traffic.count(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
+        traffic = self._traffic  # as its `count`, which is a call
+        traffic.sent_bytes += plan.sent_bytes
+        traffic.received_bytes += plan.received_bytes
+        traffic.num_sent += len(plan.sends)
+        traffic.num_received += len(plan.receives)
         if is_issued:
             queue.ending.append(operation)
         else:

@@ -241,7 +241,7 @@ class Recording:
         return recorded
 
     def _redistributions(self, sites: dict[str, str], rank: int) -> dict[str, Redistribution]:
-        """What is known of exchanges by their names; `sites` are the lines of the program that asked for them."""
+        """Facts about exchanges by their names; `sites` are the lines of the program that asked for them."""
         found = {name: Redistribution(site) for name, site in sites.items()}
         for transfer, compiled in self._plans.items():
             if transfer.description in sites and compiled.source.mesh.identity.rank == rank:
