@@ -211,19 +211,7 @@ void bind_arena_group(py::module_* module) {
            "Tells all that this rank reads no message of an exchange, nor of any before.")
       .def("interrupt", &ArenaGroup::interrupt,
            "Makes the running exchange, or the next one that waits, end INTERRUPTED.")
-      .def("release", &ArenaGroup::release, "Unmaps all arenas; not while an exchange runs.")
-      .def("time_steps", &ArenaGroup::time_steps, py::arg("is_on"),
-           "Notes from now on when steps of rounds run, or no more.")
-      .def(
-          "take_steps",
-          [](ArenaGroup& group) {
-            std::vector<std::tuple<const char*, std::int64_t, std::int64_t>> steps;
-            for (const auto& [kind, started_ns, ended_ns] : group.take_steps()) {
-              steps.emplace_back(kind, started_ns, ended_ns);
-            }
-            return steps;
-          },
-          "(kind, start, end) of the steps noted since the last call, in ns of CLOCK_MONOTONIC.");
+      .def("release", &ArenaGroup::release, "Unmaps all arenas; not while an exchange runs.");
 }
 
 }  // namespace tritondt

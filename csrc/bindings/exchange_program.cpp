@@ -81,8 +81,9 @@ class ExchangeProgram {
   }
 
   void set_operation(py::str text, std::uint64_t fingerprint, std::int32_t communicator,
-                     std::int32_t label) {
+                     std::int32_t label, py::object record) {
     text_ = std::move(text);
+    record_ = std::move(record);
     fingerprint_ = fingerprint;
     communicator_ = communicator;
     label_ = label;
@@ -98,11 +99,11 @@ class ExchangeProgram {
   }
 
   void set_launches(std::vector<LaunchFields> before, std::vector<LaunchFields> after,
-                    bool is_packing, bool is_unpacking, std::uintptr_t packed_at) {
+                    bool is_packing, bool is_keeping, std::uintptr_t packed_at) {
     before_ = std::move(before);
     after_ = std::move(after);
     is_packing_ = is_packing;
-    is_unpacking_ = is_unpacking;
+    is_keeping_ = is_keeping;
     packed_at_ = packed_at;
   }
 
@@ -136,6 +137,9 @@ class ExchangeProgram {
     auto* operation = reinterpret_cast<InFlight*>(operation_.ptr());
     const std::int64_t entry = recorder_->begin(communicator_, sequence, label_, fingerprint_,
                                                 static_cast<std::int32_t>(site));
+    if (StepLog::of_process().is_on()) {
+      tell_exchange(recorder_, entry, sequence, static_cast<std::int32_t>(site), record_.ptr());
+    }
     begin_in_flight(operation, sequence, entry);
     operation->messages = messages_.inc_ref().ptr();
     operation->sent_bytes = sent_bytes_;
@@ -144,13 +148,16 @@ class ExchangeProgram {
     if (!watch(engine, operation)) throw py::error_already_set();
     const Operands operands = {source_addresses, target_addresses, memory, memory + packed_at_,
                                num_threads};
-    if (is_packing_) recorder_->state(entry, FlightState::kPacking, -1);
+    if (is_packing_) recorder_->step(entry, StepKind::kPack);
     for (const LaunchFields& each : before_) launch(each, operands);
-    recorder_->state(entry, FlightState::kExchanging, -1);
+    recorder_->step(entry, StepKind::kSend);
     send(operands, engine->target);
-    if (is_unpacking_) recorder_->state(entry, FlightState::kUnpacking, -1);
-    for (const LaunchFields& each : after_) launch(each, operands);
-    if (is_unpacking_) recorder_->state(entry, FlightState::kExchanging, -1);
+    for (std::size_t i = 0; i < after_.size(); ++i) {
+      if (i == 0 && is_keeping_) recorder_->step(entry, StepKind::kKeep);
+      if (i == (is_keeping_ ? 1 : 0)) recorder_->step(entry, StepKind::kUnpack);
+      launch(after_[i], operands);
+    }
+    recorder_->leave(entry);
     return std::move(operation_);
   }
 
@@ -246,13 +253,13 @@ class ExchangeProgram {
   const py::tuple tensor_classes_;
   const py::object launch_;
   const dlpack::ExchangeApi* api_ = nullptr;
-  py::object text_, messages_, operation_;
+  py::object text_, messages_, record_, operation_;
   std::uint64_t fingerprint_ = 0;
   std::int32_t communicator_ = -1, label_ = -1;
   std::unique_ptr<MessageSlices> sends_, receives_;
   std::int64_t sent_bytes_ = 0, received_bytes_ = 0;
   std::vector<LaunchFields> before_, after_;
-  bool is_packing_ = false, is_unpacking_ = false;
+  bool is_packing_ = false, is_keeping_ = false;
   std::uintptr_t packed_at_ = 0, alignment_ = 1;
   std::vector<Fields> source_fields_, target_fields_;
   bool is_running_ = false;
@@ -267,15 +274,16 @@ void bind_exchange_program(py::module_* module) {
            py::arg("engine"), py::arg("communicator"), py::arg("recorder"),
            py::arg("tensor_classes"), py::arg("launch"))
       .def("set_operation", &ExchangeProgram::set_operation, py::arg("text"),
-           py::arg("fingerprint"), py::arg("communicator"), py::arg("label"),
-           "How records name it: its text, and the recorder's numbers.")
+           py::arg("fingerprint"), py::arg("communicator"), py::arg("label"), py::arg("record"),
+           "How records name it: its text, the recorder's numbers, and what StepTimes hears.")
       .def("set_messages", &ExchangeProgram::set_messages, py::arg("sends"), py::arg("receives"),
            py::arg("messages"), py::arg("sent_bytes"), py::arg("received_bytes"),
            "What goes to peers and comes from them; `messages` is what the watch is told of them.")
       .def("set_launches", &ExchangeProgram::set_launches, py::arg("before"), py::arg("after"),
-           py::arg("is_packing"), py::arg("is_unpacking"), py::arg("packed_at"),
+           py::arg("is_packing"), py::arg("is_keeping"), py::arg("packed_at"),
            "Launches (run, sources, targets) before and after the messages, operands by letter: s "
-           "sources, t targets, r received, p packed bytes, which begin at `packed_at` in memory.")
+           "sources, t targets, r received, p packed bytes, which begin at `packed_at` in memory. "
+           "`is_keeping` says whether the first one after them keeps what stays on the rank.")
       .def("set_tensors", &ExchangeProgram::set_tensors, py::arg("sources"), py::arg("targets"),
            py::arg("alignment"),
            "Makes it a program for tensors alike; False where torch does not tell their fields.")

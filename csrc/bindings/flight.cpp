@@ -4,13 +4,19 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cpu/clock.h"
 
 namespace py = pybind11;
 
 namespace tritondt {
 namespace {
 
-// The five methods that every operation calls are plain C functions on the class that pybind11
+// The methods that every operation calls are plain C functions on the class that pybind11
 // makes: its own dispatch takes 0.3 us a call, theirs 0.05.
 RecorderHandle* handle_of(PyObject* self) {
   auto* handle = static_cast<RecorderHandle*>(
@@ -64,6 +70,14 @@ class Arguments {
     return static_cast<FlightState>(value);
   }
 
+  StepKind step(Py_ssize_t position) {
+    const std::int64_t value = integer(position);
+    if (value < 0 || value >= static_cast<std::int64_t>(kNumSteps)) {
+      fail(PyExc_ValueError, position, "a position in STEPS");
+    }
+    return static_cast<StepKind>(value);
+  }
+
   bool failed() const { return failed_; }
 
  private:
@@ -97,7 +111,7 @@ PyObject* site(PyObject* self, PyObject* /*none*/) {
 }
 
 PyObject* begin(PyObject* self, PyObject* const* values, Py_ssize_t count) {
-  if (!check_count("begin", count, 5, 6)) return nullptr;
+  if (!check_count("begin", count, 5, 7)) return nullptr;
   Arguments arguments(values, count);
   const std::int32_t communicator = arguments.number(0);
   const std::int64_t sequence = arguments.integer(1);
@@ -110,7 +124,30 @@ PyObject* begin(PyObject* self, PyObject* const* values, Py_ssize_t count) {
   const std::int64_t record =
       handle->recorder->begin(communicator, sequence, operation, fingerprint, place);
   if (state != FlightState::kIssued) handle->recorder->state(record, state, -1);
+  if (count > 6 && StepLog::of_process().is_on()) {
+    tell_exchange(handle->recorder, record, sequence, place, values[6]);
+  }
   return PyLong_FromLongLong(record);
+}
+
+PyObject* step(PyObject* self, PyObject* const* values, Py_ssize_t count) {
+  if (!check_count("step", count, 2, 2)) return nullptr;
+  Arguments arguments(values, count);
+  const std::int64_t record = arguments.integer(0);
+  const StepKind kind = arguments.step(1);
+  RecorderHandle* handle = arguments.failed() ? nullptr : handle_of(self);
+  if (handle == nullptr) return nullptr;
+  handle->recorder->step(record, kind);
+  Py_RETURN_NONE;
+}
+
+PyObject* leave(PyObject* self, PyObject* record) {
+  const long long number = PyLong_AsLongLong(record);
+  if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  RecorderHandle* handle = handle_of(self);
+  if (handle == nullptr) return nullptr;
+  handle->recorder->leave(number);
+  Py_RETURN_NONE;
 }
 
 PyObject* state(PyObject* self, PyObject* const* values, Py_ssize_t count) {
@@ -144,20 +181,26 @@ PyCFunction plain(Function* function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
-std::array<PyMethodDef, 5> methods = {{
+std::array<PyMethodDef, 7> methods = {{
     {"label", label, METH_O,
      "label($self, text, /)\n--\n\nThe number of `text`, equal for equal texts; kept for good."},
     {"site", site, METH_NOARGS,
      "site($self, /)\n--\n\nThe number of \"file:line (function)\" of the innermost Python frame "
      "that is not internal; -1 where there is none."},
     {"begin", plain(begin), METH_FASTCALL,
-     "begin($self, communicator, sequence, operation, fingerprint, site, state=0, /)\n--\n\n"
-     "Records an operation as issued now, or as that far already; the number names it in state and "
-     "end."},
+     "begin($self, communicator, sequence, operation, fingerprint, site, state=0, exchange=None, "
+     "/)\n--\n\nRecords an operation as issued now, or as that far already; the number names it in "
+     "what follows. With `exchange`, anything that says which, it is one of the calling thread, "
+     "whose steps StepTimes hears of."},
     {"state", plain(state), METH_FASTCALL,
      "state($self, record, state, peer=-1, /)\n--\n\nHow far an operation is, and for which rank "
      "it "
      "waits; ignored once overwritten."},
+    {"step", plain(step), METH_FASTCALL,
+     "step($self, record, step, /)\n--\n\nAn exchange comes to its next step, a position in "
+     "STEPS, and to the state of it; ignored once overwritten."},
+    {"leave", leave, METH_O,
+     "leave($self, record, /)\n--\n\nThe host is through with an operation, which a stream ends."},
     {"end", plain(end), METH_FASTCALL,
      "end($self, record, state, error_label=-1, sent_bytes=0, received_bytes=0, /)\n--\n\nEnds an "
      "operation; ignored once overwritten."},
@@ -189,6 +232,11 @@ py::dict make_dict(const FlightRecorder& recorder, const FlightEntry& entry) {
   made["error"] = text_or_none(recorder, entry.error);
   made["sent_bytes"] = entry.sent_bytes;
   made["received_bytes"] = entry.received_bytes;
+  py::dict steps;
+  for (std::size_t i = 0; i < kNumSteps; ++i) {
+    if (entry.step_ns[i] != 0) steps[kStepKinds[i]] = time(entry.step_ns[i]);
+  }
+  made["steps"] = steps;
   return made;
 }
 
@@ -214,7 +262,119 @@ void dump(const RecorderHandle& handle, const std::string& path, const std::stri
   handle.recorder->dump(path, reason);
 }
 
+thread_local bool runs_queue = false;
+
+// An exchange that somebody was listening to when it began.
+struct ToldExchange {
+  std::int64_t number;  // in the log of steps
+  std::shared_ptr<FlightRecorder> recorder;
+  std::int64_t sequence;
+  std::int32_t site;
+  bool is_queued;  // begun by a queue's thread
+  py::object record;
+};
+
+// Those that are kept, by the GIL's leave; never destroyed, as the interpreter may be gone first.
+std::vector<ToldExchange>& told_exchanges() {
+  static auto* const told = new std::vector<ToldExchange>;
+  return *told;
+}
+
+int num_listeners = 0;
+
+// What the process's exchanges do from now on, until `close`.
+class StepTimes {
+ public:
+  explicit StepTimes(std::size_t most) {
+    StepLog::of_process().listen(most);
+    ++num_listeners;
+    first_step_ = StepLog::of_process().num_steps();
+    first_exchange_ = told_exchanges().size();
+    dropped_before_ = StepLog::of_process().num_dropped();
+  }
+  ~StepTimes() { close(); }
+  StepTimes(const StepTimes&) = delete;
+  StepTimes& operator=(const StepTimes&) = delete;
+
+  void close() {
+    if (!is_open_) return;
+    StepLog& log = StepLog::of_process();
+    num_dropped_ = log.num_dropped() - dropped_before_;
+    steps_ = log.steps(first_step_);
+    std::vector<ToldExchange>& told = told_exchanges();
+    exchanges_.assign(told.begin() + static_cast<std::ptrdiff_t>(first_exchange_), told.end());
+    is_open_ = false;
+    log.leave();
+    if (--num_listeners == 0) std::exchange(told, {});
+  }
+
+  // (exchange, kind, start, end, thread) of each step.
+  py::list steps() const {
+    check_closed();
+    py::list made;
+    for (const TimedStep& step : steps_) {
+      made.append(py::make_tuple(step.exchange, kStepKinds[static_cast<std::size_t>(step.kind)],
+                                 step.started_ns, step.ended_ns, step.thread));
+    }
+    return made;
+  }
+
+  // By their numbers: (rank, sequence, site, is_queued, record).
+  py::dict exchanges() const {
+    check_closed();
+    py::dict made;
+    for (const ToldExchange& told : exchanges_) {
+      made[py::int_(told.number)] =
+          py::make_tuple(told.recorder->rank(), told.sequence,
+                         text_or_none(*told.recorder, told.site), told.is_queued, told.record);
+    }
+    return made;
+  }
+
+  std::size_t num_dropped() const {
+    check_closed();
+    return num_dropped_;
+  }
+
+ private:
+  void check_closed() const {
+    if (is_open_)
+      throw std::logic_error("steps are still noted; close StepTimes before it is asked");
+  }
+
+  bool is_open_ = true;
+  std::size_t first_step_, first_exchange_, dropped_before_, num_dropped_ = 0;
+  std::vector<TimedStep> steps_;
+  std::vector<ToldExchange> exchanges_;
+};
+
+void bind_step_times(py::module_* module) {
+  py::class_<StepTimes>(*module, "StepTimes",
+                        "When the steps of this process's exchanges run, from now until `close`.")
+      .def(py::init<std::size_t>(), py::arg("most"), "Keeps at most so many steps.")
+      .def("close", &StepTimes::close, "Listens no more; what was heard can be asked for.")
+      .def("steps", &StepTimes::steps,
+           "(exchange, kind, start, end, thread) of each step, in ns of CLOCK_MONOTONIC; that of "
+           "kind \"exchange\" is all of one, as far as the host takes part.")
+      .def("exchanges", &StepTimes::exchanges,
+           "(rank, sequence, site, is_queued, exchange) of each, by its number; `exchange` is what "
+           "FlightRecorder.begin was given.")
+      .def_property_readonly("num_dropped", &StepTimes::num_dropped,
+                             "Steps and exchanges for which there was no room.");
+  module->def(
+      "note_queue_thread", [] { runs_queue = true; },
+      "Exchanges that the calling thread begins are a queue's, from now on.");
+}
+
 }  // namespace
+
+void tell_exchange(const std::shared_ptr<FlightRecorder>& recorder, std::int64_t number,
+                   std::int64_t sequence, std::int32_t site, PyObject* record) {
+  const std::int64_t exchange = StepLog::of_process().begin(recorder.get(), number, monotonic_ns());
+  if (exchange < 0) return;
+  told_exchanges().push_back(
+      {exchange, recorder, sequence, site, runs_queue, py::reinterpret_borrow<py::object>(record)});
+}
 
 void bind_flight_recorder(py::module_* module) {
   py::class_<RecorderHandle> recorder(*module, "FlightRecorder",
@@ -254,6 +414,10 @@ void bind_flight_recorder(py::module_* module) {
   py::tuple states(kFlightStates.size());
   for (std::size_t i = 0; i < kFlightStates.size(); ++i) states[i] = py::str(kFlightStates[i]);
   module->attr("STATES") = states;
+  py::tuple steps(kNumSteps);
+  for (std::size_t i = 0; i < kNumSteps; ++i) steps[i] = py::str(kStepKinds[i]);
+  module->attr("STEPS") = steps;
+  bind_step_times(module);
 }
 
 }  // namespace tritondt

@@ -130,7 +130,12 @@ void append_entry(std::string* json, const FlightEntry& entry, const FlightRecor
   append_text(json, "error", texts.text(entry.error));
   append_integer(json, "sent_bytes", entry.sent_bytes);
   append_integer(json, "received_bytes", entry.received_bytes);
-  *json += '}';
+  append_key(json, "steps");
+  *json += '{';
+  for (std::size_t i = 0; i < kNumSteps; ++i) {
+    if (entry.step_ns[i] != 0) append_time(kStepKinds[i], entry.step_ns[i]);
+  }
+  *json += "}}";
 }
 
 [[noreturn]] void throw_errno(int error, const std::string& path) {

@@ -52,6 +52,10 @@ class FlightRecorder::Writing {
   static void set(std::atomic<Value>* field, Value value) {
     field->store(value, std::memory_order_release);
   }
+  // Sets a time that has not been set so far.
+  static void set_first(std::atomic<std::int64_t>* field, std::int64_t now_ns) {
+    if (field->load(std::memory_order_relaxed) == 0) set(field, now_ns);
+  }
 
  private:
   Record* record_;
@@ -81,7 +85,32 @@ std::int64_t FlightRecorder::begin(std::int32_t communicator, std::int64_t seque
   Writing::set(&found.ended_ns, std::int64_t{0});
   Writing::set(&found.sent_bytes, std::int64_t{0});
   Writing::set(&found.received_bytes, std::int64_t{0});
+  for (auto& began_ns : found.step_ns) Writing::set(&began_ns, std::int64_t{0});
   return number;
+}
+
+// In the order of StepKind.
+constexpr std::array<FlightState, kNumSteps> kStateOfStep = {
+    FlightState::kPacking, FlightState::kExchanging, FlightState::kExchanging,
+    FlightState::kExchanging, FlightState::kUnpacking};
+
+void FlightRecorder::step(std::int64_t number, StepKind kind) {
+  if (number < 0) return;
+  Record& found = record(number);
+  if (found.number.load(std::memory_order_relaxed) != number) return;
+  const std::int64_t now = monotonic_ns();
+  if (log_.is_on()) log_.step(this, number, kind, now);
+  const Writing writing(&found);
+  if (found.number.load(std::memory_order_relaxed) != number) return;
+  const auto place = static_cast<std::size_t>(kind);
+  Writing::set(&found.state, static_cast<std::uint8_t>(kStateOfStep[place]));
+  Writing::set_first(&found.started_ns, now);
+  Writing::set_first(&found.step_ns[place], now);
+}
+
+void FlightRecorder::leave(std::int64_t number) {
+  state(number, FlightState::kExchanging, -1);
+  if (log_.is_on()) log_.end(this, number, monotonic_ns());
 }
 
 void FlightRecorder::state(std::int64_t number, FlightState state, std::int32_t peer) {
@@ -91,7 +120,11 @@ void FlightRecorder::state(std::int64_t number, FlightState state, std::int32_t 
   const Writing writing(&found);
   if (found.number.load(std::memory_order_relaxed) != number) return;
   Writing::set(&found.state, static_cast<std::uint8_t>(state));
-  if (peer != -1) Writing::set(&found.peer, peer);
+  if (peer != -1) {
+    Writing::set(&found.peer, peer);
+    constexpr auto kPlace = static_cast<std::size_t>(StepKind::kWait);
+    Writing::set_first(&found.step_ns[kPlace], monotonic_ns());
+  }
   if (state != FlightState::kIssued && found.started_ns.load(std::memory_order_relaxed) == 0) {
     Writing::set(&found.started_ns, monotonic_ns());
   }
@@ -100,6 +133,8 @@ void FlightRecorder::state(std::int64_t number, FlightState state, std::int32_t 
 void FlightRecorder::end(std::int64_t number, FlightState state, std::int32_t error,
                          std::int64_t sent_bytes, std::int64_t received_bytes) {
   if (number < 0) return;
+  const std::int64_t now = monotonic_ns();
+  if (log_.is_on()) log_.end(this, number, now);
   Record& found = record(number);
   if (found.number.load(std::memory_order_relaxed) != number) return;
   const Writing writing(&found);
@@ -108,7 +143,7 @@ void FlightRecorder::end(std::int64_t number, FlightState state, std::int32_t er
   Writing::set(&found.error, error);
   Writing::set(&found.sent_bytes, sent_bytes);
   Writing::set(&found.received_bytes, received_bytes);
-  Writing::set(&found.ended_ns, monotonic_ns());
+  Writing::set(&found.ended_ns, now);
 }
 
 bool FlightRecorder::read(const Record& record, std::int64_t number, FlightEntry* entry) {
@@ -119,13 +154,23 @@ bool FlightRecorder::read(const Record& record, std::int64_t number, FlightEntry
       sched_yield();
       continue;
     }
-    *entry = {get(record.number),       get(record.sequence),
-              get(record.fingerprint),  get(record.issued_ns),
-              get(record.started_ns),   get(record.ended_ns),
-              get(record.sent_bytes),   get(record.received_bytes),
-              get(record.communicator), get(record.operation),
-              get(record.site),         get(record.error),
-              get(record.peer),         static_cast<FlightState>(get(record.state))};
+    std::array<std::int64_t, kNumSteps> step_ns;
+    for (std::size_t i = 0; i < kNumSteps; ++i) step_ns[i] = get(record.step_ns[i]);
+    *entry = {step_ns,
+              get(record.number),
+              get(record.sequence),
+              get(record.fingerprint),
+              get(record.issued_ns),
+              get(record.started_ns),
+              get(record.ended_ns),
+              get(record.sent_bytes),
+              get(record.received_bytes),
+              get(record.communicator),
+              get(record.operation),
+              get(record.site),
+              get(record.error),
+              get(record.peer),
+              static_cast<FlightState>(get(record.state))};
     if (record.version.load(std::memory_order_relaxed) == version) return entry->number == number;
   }
   return false;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "flight/text_table.h"
+#include "transport/step_log.h"
 
 namespace tritondt {
 
@@ -28,6 +29,7 @@ constexpr std::array<const char*, 6> kFlightStates = {"issued",    "packing", "e
 // One operation. Times are CLOCK_MONOTONIC in ns, 0 where it has not come so far; texts are numbers
 // in the recorder's table and peers are ranks, -1 for none.
 struct FlightEntry {
+  std::array<std::int64_t, kNumSteps> step_ns;  // when it first came to each
   std::int64_t number;
   std::int64_t sequence;
   std::uint64_t fingerprint;
@@ -65,6 +67,12 @@ class FlightRecorder {
   // a later operation has taken its place.
   void state(std::int64_t number, FlightState state, std::int32_t peer);
 
+  // An exchange comes to its next step, and to the state that is of it; ignored like `state`.
+  void step(std::int64_t number, StepKind kind);
+
+  // The host is through with operation `number`, which a stream ends; ignored like `state`.
+  void leave(std::int64_t number);
+
   // Ends operation `number`; ignored like `state`.
   void end(std::int64_t number, FlightState state, std::int32_t error, std::int64_t sent_bytes,
            std::int64_t received_bytes);
@@ -98,6 +106,7 @@ class FlightRecorder {
     std::atomic<std::int64_t> sequence{0}, issued_ns{0}, started_ns{0}, ended_ns{0};
     std::atomic<std::int64_t> sent_bytes{0}, received_bytes{0};
     std::atomic<std::uint64_t> fingerprint{0};
+    std::array<std::atomic<std::int64_t>, kNumSteps> step_ns{};
   };
   class Writing;
 
@@ -107,6 +116,7 @@ class FlightRecorder {
   const std::int64_t rank_, world_size_, capacity_;
   const std::int64_t wall_offset_ns_;
   TextTable texts_;
+  StepLog& log_ = StepLog::of_process();
   const std::unique_ptr<Record[]> records_;
   std::atomic<std::int64_t> num_records_{0};
 };

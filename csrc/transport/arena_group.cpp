@@ -123,15 +123,15 @@ void ArenaGroup::begin_round() {
 }
 
 template <typename Run>
-auto ArenaGroup::timed(const char* kind, const Run& run) {
-  if (!times_steps_.load(std::memory_order_relaxed)) return run();
+auto ArenaGroup::timed(StepKind kind, const Run& run) {
+  if (!log_.is_on()) return run();
   const std::int64_t started_ns = monotonic_ns();
   if constexpr (std::is_void_v<decltype(run())>) {
     run();
-    steps_.push_back({kind, started_ns, monotonic_ns()});
+    log_.add(kind, started_ns, monotonic_ns());
   } else {
     const auto result = run();
-    steps_.push_back({kind, started_ns, monotonic_ns()});
+    log_.add(kind, started_ns, monotonic_ns());
     return result;
   }
 }
@@ -156,12 +156,12 @@ Ending ArenaGroup::advance() {
   while (step_ != Step::kDone) {
     Ending ending = {Outcome::kDone, -1};
     if (step_ == Step::kSlot) {
-      ending = timed("wait", [&] { return await_slot(); });
+      ending = timed(StepKind::kWait, [&] { return await_slot(); });
       if (ending.outcome != Outcome::kDone) return ending;
       send();
       step_ = Step::kArrivals;
     } else {
-      ending = timed("wait", [&] { return await_arrivals(); });
+      ending = timed(StepKind::kWait, [&] { return await_arrivals(); });
       if (ending.outcome != Outcome::kDone) return ending;
       end_round();
     }
@@ -185,7 +185,7 @@ void ArenaGroup::send() {
   const std::size_t parity = parity_of(sequence_);
   const std::uint64_t slot = board_bytes_ + parity * slot_bytes_;
   const auto base = reinterpret_cast<std::uintptr_t>(arenas_[place_]->base());
-  timed("pack", [&] { program_->pack(round_, operands_, base + slot); });
+  timed(StepKind::kPack, [&] { program_->pack(round_, operands_, base + slot); });
   Readers& readers = readers_[parity];
   readers.sequence = sequence_;
   readers.peers.clear();
@@ -200,7 +200,7 @@ void ArenaGroup::send() {
     ring(&boards_[message.peer].arrivals());
     readers.peers.push_back(message.peer);
   }
-  timed("keep", [&] { program_->keep(round_, operands_); });
+  timed(StepKind::kKeep, [&] { program_->keep(round_, operands_); });
 }
 
 Ending ArenaGroup::await_arrivals() {
@@ -277,7 +277,7 @@ std::int64_t ArenaGroup::unexpected() const {
 }
 
 void ArenaGroup::end_round() {
-  timed("unpack", [&] { program_->unpack(round_, operands_, arrived_); });
+  timed(StepKind::kUnpack, [&] { program_->unpack(round_, operands_, arrived_); });
   boards_[place_].read().sequence.store(sequence_);
   for (const SlotMessage& message : receives_) ring(&boards_[message.peer].readings());
   ++round_;

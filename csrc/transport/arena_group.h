@@ -12,6 +12,7 @@
 #include "transport/arena_board.h"
 #include "transport/arena_program.h"
 #include "transport/socket_group.h"
+#include "transport/step_log.h"
 #include "transport/timed_exchange.h"
 
 namespace tritondt {
@@ -72,16 +73,6 @@ class ArenaGroup : public TimedExchange {
   // Unmaps all arenas; nothing can run afterwards. Not while an exchange is running.
   void release();
 
-  // A step of a round, and when it ran, by CLOCK_MONOTONIC.
-  struct TimedStep {
-    const char* kind;
-    std::int64_t started_ns, ended_ns;
-  };
-  // From now on steps are noted, or no more.
-  void time_steps(bool is_on) { times_steps_.store(is_on); }
-  // What was noted since the call before; by the thread that runs exchanges.
-  std::vector<TimedStep> take_steps() { return std::exchange(steps_, {}); }
-
  private:
   enum class Step { kSlot, kArrivals, kDone };
 
@@ -96,7 +87,7 @@ class ArenaGroup : public TimedExchange {
   template <typename Look>
   Ending await(Bell& bell, const Look& look);
   template <typename Run>
-  auto timed(const char* kind, const Run& run);
+  auto timed(StepKind kind, const Run& run);
   Ending why_stopped(bool has_rung) const;
   bool has_left(std::size_t peer) const;
   void wake() override;
@@ -133,8 +124,7 @@ class ArenaGroup : public TimedExchange {
   Operands operands_;
   std::vector<SlotMessage> sends_, receives_;
   Addresses arrived_;
-  std::atomic<bool> times_steps_{false};
-  std::vector<TimedStep> steps_;
+  StepLog& log_ = StepLog::of_process();
   std::vector<std::size_t> pending_;  // peers that are waited for
   std::int64_t slice_end_ns_ = 0;
 };

@@ -9,9 +9,10 @@ import timeit
 
 import pytest
 
-from tritondt._C import STATES, FlightRecorder
+from tritondt._C import STATES, STEPS, FlightRecorder, StepTimes
 
 ISSUED, PACKING, EXCHANGING, UNPACKING, DONE, FAILED = range(len(STATES))
+PACK, SEND, KEEP, WAIT, UNPACK = range(len(STEPS))
 
 
 def begin(recorder, sequence, fingerprint=7, site=-1):
@@ -29,7 +30,9 @@ def test_an_operation_from_issue_to_end():
     recorder.end(record, FAILED, recorder.label("rank 3 left"), 10, 20)
     (entry,) = recorder.entries()
     assert issued["issued_at"] == entry["issued_at"] <= entry["started_at"] <= entry["ended_at"]
+    assert entry["issued_at"] <= entry["steps"]["wait"] <= entry["ended_at"], "since when it has waited for rank 3"
     assert {key: value for key, value in entry.items() if not key.endswith("_at")} == {
+        "steps": {"wait": entry["steps"]["wait"]},
         "number": 0,
         "communicator": "ranks/a",
         "sequence": 5,
@@ -165,14 +168,67 @@ def test_it_is_read_while_it_is_written():
         writer.join()
 
 
+def exchange(recorder, name):
+    """An exchange that is packed and sent, while an operation before it, which is no exchange, ends."""
+    before = begin(recorder, 4)
+    record = recorder.begin(0, 5, 0, 7, -1, ISSUED, name)
+    recorder.step(record, PACK)
+    recorder.end(before, DONE)
+    recorder.step(record, SEND)
+    recorder.leave(record)
+    recorder.end(record, DONE)
+
+
+def heard(times):
+    told = times.exchanges()
+    return [(told[number][-1], kind) for number, kind, *_ in times.steps()]
+
+
+def test_steps_are_heard_of_while_somebody_listens():
+    recorder = FlightRecorder(2, 4)
+    exchange(recorder, "before")
+    outer = StepTimes(100)
+    exchange(recorder, "one")
+    inner = StepTimes(100)
+    other = threading.Thread(target=exchange, args=(recorder, "of a thread"))
+    other.start()
+    other.join()
+    inner.close()
+    with pytest.raises(RuntimeError, match=r"^steps are still noted; close StepTimes before it is asked$"):
+        outer.steps()
+    outer.close()
+    outer.close()
+    exchange(recorder, "after")
+    kinds = "pack", "send", "exchange"
+    assert heard(inner) == [("of a thread", kind) for kind in kinds]
+    assert heard(outer) == [(name, kind) for name in ("one", "of a thread") for kind in kinds]
+    threads = [thread for *_, thread in outer.steps()]
+    assert threads == [threading.get_ident()] * 3 + [threads[-1]] * 3
+    assert {told[:-1] for told in outer.exchanges().values()} == {(2, 5, None, False)}
+    (pack, send, whole) = [times for _, _, *times, _ in outer.steps()[:3]]
+    assert whole[0] <= pack[0] <= pack[1] == send[0] <= send[1] == whole[1]
+
+
+def test_steps_for_which_there_is_no_room_are_counted():
+    recorder, times = FlightRecorder(0, 1), StepTimes(4)
+    for number in range(3):
+        exchange(recorder, f"{number}")
+    times.close()
+    assert heard(times) == [("0", "pack"), ("0", "send"), ("0", "exchange"), ("1", "pack")]
+    assert times.num_dropped == 3  # two steps of the second exchange, and the third
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda r: r.begin(0, 0, 0, 0), TypeError, "begin takes 5 to 6 arguments, but 4 were given"),
+        (lambda r: r.begin(0, 0, 0, 0), TypeError, "begin takes 5 to 7 arguments, but 4 were given"),
         (lambda r: r.begin(0, 0, 0, -1, 0), OverflowError, "negative"),
         (lambda r: r.begin(2**31, 0, 0, 0, 0), ValueError, r"argument 1 is 2147483648; it must be from -1 to 2\^31"),
         (lambda r: r.state(0, 6), ValueError, "argument 2 is 6; it must be a position in STATES"),
         (lambda r: r.state(0, "done"), TypeError, "int"),
+        (lambda r: r.step(0, 5), ValueError, "argument 2 is 5; it must be a position in STEPS"),
+        (lambda r: r.step(0), TypeError, "step takes 2 to 2 arguments, but 1 were given"),
+        (lambda r: r.leave(None), TypeError, "int"),
         (lambda r: r.end(0), TypeError, "end takes 2 to 5 arguments, but 1 were given"),
         (lambda r: r.label(3), TypeError, "bad argument|must be str"),
     ],

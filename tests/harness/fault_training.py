@@ -206,13 +206,12 @@ def by_parts(communicator: Any) -> None:
     """Lets a communicator's next exchange over NCCL go part by part, not by a program of the extension."""
     if not isinstance(communicator, NcclCommunicator):
         return
-    run = communicator._run_plan
 
-    def once(*arguments: Any) -> None:
-        del communicator._run_plan
-        run(*arguments)
+    def is_issued(*arguments: Any) -> bool:
+        del communicator._issue
+        return False
 
-    vars(communicator)["_run_plan"] = once
+    vars(communicator)["_issue"] = is_issued
 
 
 def next_plan(communicator: Any, other: Callable[[Any], Any]) -> None:

@@ -16,6 +16,7 @@ from queue import SimpleQueue
 import torch
 
 from tritondt import identity
+from tritondt._C import note_queue_thread
 from tritondt.comm import read_guard
 from tritondt.comm.daemons import start_daemon
 from tritondt.errors import ForkedError, WorldError
@@ -322,6 +323,7 @@ class ThreadQueue(IssueQueue):
             )
 
     def _serve(self) -> None:
+        note_queue_thread()
         while self._tokens.get():
             with self._serving:
                 if self._items:

@@ -42,7 +42,7 @@ class GroupRank(NamedTuple):
 
 def all_reduce(tensors: Sequence[Numbered], op: Any) -> list[Call]:
     """Every tensor reduced, in place, on all ranks."""
-    return [_reducing("all_reduce", each, each, each, op) for each in tensors if each.tensor.numel()]
+    return [call for each in tensors for call in _reducing("all_reduce", each, each, each, op)]
 
 
 def broadcast(tensors: Sequence[Numbered], root: int) -> list[Call]:
@@ -52,7 +52,7 @@ def broadcast(tensors: Sequence[Numbered], root: int) -> list[Call]:
 
 def reduce(tensor: Numbered, op: Any, root: int) -> list[Call]:
     """The reduction, in place, on the root."""
-    return [_reducing("reduce", tensor, tensor, tensor, op, root)] if tensor.tensor.numel() else []
+    return _reducing("reduce", tensor, tensor, tensor, op, root)
 
 
 class Staged(NamedTuple):
@@ -82,9 +82,9 @@ def reduce_scatter(own: GroupRank, output: Numbered, given: Sequence[Numbered], 
     whole = _whole(given, memory)
     if whole is None:
         reductions = [
-            _reducing("reduce", part, output if rank == own.rank else part, part, op, rank)
+            call
             for rank, part in enumerate(given)
-            if part.tensor.numel()
+            for call in _reducing("reduce", part, output if rank == own.rank else part, part, op, rank)
         ]
         return Staged(reductions)
     return Staged(reduce_scatter_into(output, whole, op), _staging(whole, given, is_before=True))
@@ -92,7 +92,7 @@ def reduce_scatter(own: GroupRank, output: Numbered, given: Sequence[Numbered], 
 
 def reduce_scatter_into(output: Numbered, whole: Numbered, op: Any) -> list[Call]:
     """The reduction of the ranks' tensors, cut into equal parts, one to each rank."""
-    return [_reducing("reduce_scatter", whole, output, output, op)] if output.tensor.numel() else []
+    return _reducing("reduce_scatter", whole, output, output, op)
 
 
 def all_to_all(outputs: Sequence[Numbered], given: Sequence[Numbered]) -> list[Call]:
@@ -165,7 +165,8 @@ def _parts(kind: str, given: Numbered, sizes: Sequence[int]) -> list[Call]:
     return calls
 
 
-def _reducing(kind: str, source: Numbered, target: Numbered, counted: Numbered, op: Any, root: int = 0) -> Call:
-    """A reduction of as many elements as `counted` has."""
+def _reducing(kind: str, source: Numbered, target: Numbered, counted: Numbered, op: Any, root: int = 0) -> list[Call]:
+    """A reduction of as many elements as `counted` has; of none there is no call, but its op is refused as any."""
     dtype, num, known = reduced(source.tensor.dtype, op)
-    return Call(kind, source.start, target.start, counted.tensor.numel() * num, dtype, known, root)
+    num_elements = counted.tensor.numel() * num
+    return [Call(kind, source.start, target.start, num_elements, dtype, known, root)] if num_elements else []

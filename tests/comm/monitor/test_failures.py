@@ -109,10 +109,10 @@ def fail_to_unpack(rank: int, members: tuple[int, ...], culprit: int) -> None:
         communicator: Any = world.current().communicator(members)
         communicator._unpack = raises
         with pytest.raises(MemoryError):  # the program goes on, and into another exchange, or none
-            move(members, "S0", "S1")
+            move(members, "S1", "S0")
     elif rank in members:
         for _ in range(2):
-            move(members, "S0", "S1")
+            move(members, "S1", "S0")
 
 
 def test_a_rank_that_cannot_unpack_is_not_waited_for(failing_ranks: GlooRanks) -> None:

@@ -19,8 +19,11 @@ from tritondt.comm import world
 from tritondt.comm.monitor.flight import Flight
 from tritondt.comm.nccl import watched as nccl_watched
 from tritondt.comm.nccl.stream_engine import InFlight, StreamEngine
+from tritondt.comm.transports.nccl import NcclCommunicator
+from tritondt.debug.tracing.recording import Recording
 
 TIMEOUT_S = 5.0
+STEPS = ("pack", "send", "keep", "wait", "unpack")
 
 
 @pytest.fixture(scope="module")
@@ -334,3 +337,54 @@ def gather_a_view(rank: int) -> list[Any]:
 
 def test_a_tensor_between_multiples_of_16_bytes_is_packed_first(two_ranks: GlooRanks) -> None:
     assert two_ranks.run(gather_a_view) == [[0, 1, 1, 1]] * 2
+
+
+def record_by_one_call(rank: int, is_async: bool) -> tuple[list[str], list[tuple[int, int]], list[str]]:
+    """Steps of a repeated exchange, (peer, bytes) of its messages, and steps in the flight record."""
+    mesh = T.Mesh((2,))
+    x = rows(2, mesh)
+
+    def move() -> None:
+        moved = x.redistribute(placements=[T.Shard(1)], async_op=is_async)
+        torch.testing.assert_close(
+            moved.to_local(), torch.arange(35.0).reshape(5, 7).split([4, 3], 1)[rank], rtol=0, atol=0
+        )
+
+    def by_parts(*arguments: Any) -> None:
+        raise AssertionError("an exchange that is recorded goes by its program, as others do")
+
+    recording = Recording()
+    recording.begin()
+    move()  # plans are compiled anew for a recording: the first exchange makes the program
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(NcclCommunicator, "_run_plan", by_parts)
+        try:
+            move()
+        finally:
+            recording.end()
+    record = recording.record(rank, 2)
+    *_, exchange = [span for span in record.spans if span.kind == "exchange"]
+    inside = [
+        span
+        for span in record.spans
+        if span.kind in STEPS and exchange.start_ns <= span.start_ns <= span.end_ns <= exchange.end_ns
+    ]
+    ends = [exchange.start_ns, *(time for span in inside for time in span[2:4]), exchange.end_ns]
+    assert ends == sorted(ends), (exchange, inside)
+    assert {message.name for message in (*record.sends, *record.receives)} == {exchange.name}
+    flight = next(
+        found["steps"]
+        for found in reversed(world.current().flight.recorder.entries())
+        if found["operation"] == exchange.name
+    )
+    return [span.kind for span in inside], [(found.peer, found.num_bytes) for found in record.sends[1:]], list(flight)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_steps_of_an_exchange_by_one_call_are_recorded(two_ranks: GlooRanks, is_async: bool) -> None:
+    """In the trace and in the flight record. Rank 0 has 3 rows of 7, and rank 1 has 2; columns are 4 and 3."""
+    for rank, (steps, sends, flight) in enumerate(two_ranks.run(record_by_one_call, is_async)):
+        assert steps == flight
+        assert "send" in steps
+        assert set(steps) <= {"pack", "send", "keep", "unpack"}
+        assert sends == [(1 - rank, [3 * 3, 2 * 4][rank] * 4)]

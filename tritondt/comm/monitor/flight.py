@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from tritondt._C import STATES, FlightRecorder
+from tritondt._C import STATES, STEPS, FlightRecorder
 from tritondt.comm.monitor.flight_folder import FlightFolder
+from tritondt.comm.packing.messages import NO_SLICES, Slices
 from tritondt.errors import PeerError
 
-PACKING, EXCHANGING, UNPACKING, DONE, FAILED = map(
-    STATES.index, ("packing", "exchanging", "unpacking", "done", "failed")
-)
+ISSUED, EXCHANGING, DONE, FAILED = map(STATES.index, ("issued", "exchanging", "done", "failed"))
+# Steps of an exchange, by which its state follows.
+PACK, SEND, KEEP, WAIT, UNPACK = map(STEPS.index, ("pack", "send", "keep", "wait", "unpack"))
 # Files and folders of the package whose code is the user's: the commands, which are written like programs of others.
 _PROGRAMS = {"cli", "__main__.py"}
 
@@ -108,9 +109,10 @@ class PastExchange(NamedTuple):
 class ExchangeRecord:
     """One exchange of a communicator, as messages and errors speak of it; used again for the same transfer.
 
-    `fingerprint` and `text` are its transfer's, and `label` is the text as the flight recorder knows it; `site` is the
-    line of the program that asked for it now, and `entry` the recorder's entry. `is_connected` says whether this rank
-    has found that it is connected to all of the exchange's peers.
+    `fingerprint` and `text` are its transfer's, and `label` is the text as the flight recorder knows it. `key` and
+    `ranks` are the communicator's, and `sends` and `receives` messages to places in it, where these are known. `site`
+    is the line of the program that asked for it now, and `entry` the recorder's entry. `is_connected` says whether this
+    rank has found that it is connected to all of the exchange's peers.
     """
 
     fingerprint: int
@@ -120,6 +122,10 @@ class ExchangeRecord:
     site: int = -1
     entry: int = -1
     is_connected: bool = False
+    key: str = ""
+    ranks: tuple[int, ...] = ()
+    sends: Slices = NO_SLICES
+    receives: Slices = NO_SLICES
 
     @property
     def description(self) -> str:

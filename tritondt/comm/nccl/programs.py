@@ -61,13 +61,12 @@ def exchange_program(
     made = ExchangeProgram(issuer.engine, issuer.native, record.recorder, PLAIN, launch)
     if not made.set_tensors(sources, targets, issuer.alignment.in_place):
         return None
-    made.set_operation(record.text, record.fingerprint, issuer.label, record.label)
+    made.set_operation(record.text, record.fingerprint, issuer.label, record.label, record)
     slices = plan.receives, plan.sends
     made.set_messages(plan.sends.native, plan.receives.native, slices, plan.sent_bytes, plan.received_bytes)
     packed_at, _, num_bytes = buffer_places(plan.staged_bytes, plan.packed_bytes, None)
     before, after = _launches(plan)
-    is_unpacking = plan.unpack is not None or bool(plan.reduces)
-    made.set_launches(before, after, plan.pack is not None, is_unpacking, packed_at)
+    made.set_launches(before, after, plan.pack is not None, plan.keep is not None, packed_at)
     return StreamProgram(made, plan, record, num_bytes)
 
 

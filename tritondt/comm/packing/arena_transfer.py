@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from tritondt._C import ArenaProgram, BoxMoves
 from tritondt.comm.communicator import Transfer
+from tritondt.comm.packing.messages import NO_SLICES, Slice, Slices
 from tritondt.comm.packing.packed_transfer import Blocks, PackedTransfer, check_contributions, kept, moves, part_bytes
 from tritondt.planning.exchange import Message, Part
 from tritondt.planning.slots import goes_past_cache
@@ -24,7 +25,8 @@ _Boxes = tuple[int, tuple[int, ...], list[Joint]]
 class ArenaTransfer(NamedTuple):
     """A transfer compiled to a program of the extension, and the places of its peers.
 
-    Staged are terms that wait for those of later rounds.
+    Staged are terms that wait for those of later rounds. `sends` and `receives` say how long the messages are, where
+    they are of boxes; the program knows where they lie.
     """
 
     native: ArenaProgram
@@ -34,6 +36,8 @@ class ArenaTransfer(NamedTuple):
     num_sent: int
     num_received: int
     staged_bytes: int
+    sends: Slices = NO_SLICES
+    receives: Slices = NO_SLICES
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +77,13 @@ def arena_transfer(transfer: Transfer, num_ranks: int, chunk_bytes: int, num_cor
         len(sends),
         len(receives),
         native.staged_bytes,
+        *(_messages(transfer, found) for found in (sends, receives)),
+    )
+
+
+def _messages(transfer: Transfer, messages: Sequence[Message]) -> Slices:
+    return Slices(
+        Slice(message.peer, None, 0, sum(part_bytes(transfer, part) for part in message.parts)) for message in messages
     )
 
 

@@ -27,6 +27,9 @@ class Slices(tuple[Slice, ...]):
         return MessageSlices(self)
 
 
+NO_SLICES = Slices()
+
+
 class MessageBuffers(NamedTuple):
     """Messages that go to peers, or come from them: slices of tensors, or of the buffer in `memory` at an address."""
 

@@ -27,6 +27,16 @@ class Program(Protocol):
     """A transfer as a communicator has compiled it: what of it this rank sends and receives."""
 
     @property
+    def sends(self) -> Slices:
+        """Messages that leave, where they are known one by one."""
+        ...
+
+    @property
+    def receives(self) -> Slices:
+        """Messages that arrive, where they are known one by one."""
+        ...
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes of all messages that leave."""
         ...

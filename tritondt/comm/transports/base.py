@@ -23,7 +23,7 @@ from tritondt.comm.monitor.comparison import (
     read_note,
     write_note,
 )
-from tritondt.comm.monitor.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, ExchangeRecord
+from tritondt.comm.monitor.flight import DONE, FAILED, ISSUED, KEEP, PACK, SEND, UNPACK, WAIT, ExchangeRecord
 from tritondt.comm.packing.arena_transfer import ProgramTransfer
 from tritondt.comm.packing.messages import MessageBuffers, Slice, Slices, message_buffers
 from tritondt.comm.packing.packed_transfer import (
@@ -37,7 +37,6 @@ from tritondt.comm.packing.packed_transfer import (
     packed_transfer,
 )
 from tritondt.comm.packing.wire_cast import casting_transfer
-from tritondt.comm.transports.announced import Announced
 from tritondt.comm.transports.ordered import OrderedCommunicator
 from tritondt.comm.work import IssueQueue, run_at_once
 from tritondt.errors import RefusalError, TransportError
@@ -53,7 +52,7 @@ Operands = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], list[int], list
 EXCHANGE_RANGE = "tritondt::exchange"
 
 
-class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
+class PackedCommunicator(OrderedCommunicator):
     """A communicator whose transport carries bytes from one rank to another.
 
     An exchange calls the transport's `post`, packs, calls `start`, keeps what stays on this rank, calls `finish`, and
@@ -123,6 +122,7 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
             record = self._new_record(transfer.fingerprint, transfer.description)
             with made_together(transfer.device):
                 found = transfer.compiled[self] = self._compiled(transfer), record
+            record.sends, record.receives = found[0].sends, found[0].receives
         return found
 
     def _compiled(self, transfer: Transfer, starts: TensorStarts = ALIGNED) -> Program:
@@ -197,7 +197,7 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
         """Runs a compiled exchange of these tensors: one of messages and tables."""
         assert isinstance(plan, PackedTransfer), f"{type(self).__name__} compiles no {type(plan).__name__}"
         sources, targets, source_pointers, target_pointers = operands
-        threads = torch.get_num_threads()
+        threads, step = torch.get_num_threads(), self._recorder.step
         memory, staging, buffer, widened = self._buffers(
             (plan.staged_bytes, plan.packed_bytes), device, plan.casting, plan.collective
         )
@@ -208,22 +208,30 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
             sends = message_buffers((plan.sends, sources, source_pointers, memory, buffer))
             try:
                 self.post(record, receives, sends)
-                self._pack(plan, record, source_pointers, buffer, target_pointers, threads)
+                if plan.pack is not None:
+                    self._pack(plan, record, source_pointers, buffer, target_pointers, threads)
+                step(record.entry, SEND)
                 if plan.collective is None:
                     self.start(record, receives, sends)
                 else:
                     self.start_collective(plan.collective, source_pointers, targets, buffer, staging)
-                self._keep(plan, source_pointers, buffer, target_pointers, threads)
+                if plan.keep is not None:
+                    self._keep(plan, record, source_pointers, buffer, target_pointers, threads)
+                step(record.entry, WAIT)
                 self.finish(record, receives, sends)
                 # Whoever has not unpacked lacks the result, and takes part in nothing that follows from it.
-                self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
+                if plan.unpack is not None or plan.reduces:
+                    self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
             except BaseException as error:
                 self._end_broken(record, error)
                 raise
         else:
-            self._pack(plan, record, source_pointers, buffer, target_pointers, threads)
-            self._keep(plan, source_pointers, buffer, target_pointers, threads)
-            self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
+            if plan.pack is not None:
+                self._pack(plan, record, source_pointers, buffer, target_pointers, threads)
+            if plan.keep is not None:
+                self._keep(plan, record, source_pointers, buffer, target_pointers, threads)
+            if plan.unpack is not None or plan.reduces:
+                self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
 
     def _plan_at(self, transfer: Transfer, sources: Sequence[int], targets: Sequence[int]) -> Program:
         """The plan of the same messages that packs what would start at no multiple of the alignment."""
@@ -246,15 +254,23 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
         targets: list[int],
         threads: int,
     ) -> None:
-        if plan.pack is not None:
-            self._recorder.state(record.entry, PACKING)
-            self._launch(plan.pack.run, sources, [buffer, *targets] if plan.joint == "pack" else [buffer], threads)
-        self._recorder.state(record.entry, EXCHANGING)
+        assert plan.pack is not None, "a plan that packs has a table for it"
+        self._recorder.step(record.entry, PACK)
+        self._launch(plan.pack.run, sources, [buffer, *targets] if plan.joint == "pack" else [buffer], threads)
 
-    def _keep(self, plan: PackedTransfer, sources: list[int], buffer: int, targets: list[int], threads: int) -> None:
+    def _keep(
+        self,
+        plan: PackedTransfer,
+        record: ExchangeRecord,
+        sources: list[int],
+        buffer: int,
+        targets: list[int],
+        threads: int,
+    ) -> None:
         """Copies the parts that stay on this rank; with a wire dtype from the send buffer, rounded alike."""
-        if plan.keep is not None:
-            self._launch(plan.keep.run, sources if plan.casting is None else [buffer], targets, threads)
+        assert plan.keep is not None, "a plan that keeps something has a table for it"
+        self._recorder.step(record.entry, KEEP)
+        self._launch(plan.keep.run, sources if plan.casting is None else [buffer], targets, threads)
 
     def _unpack(
         self,
@@ -267,8 +283,7 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
     ) -> None:
         """Copies received parts to the targets, and reduces; `buffers` are of received, packed and widened bytes."""
         staging, buffer, widened = buffers
-        if plan.unpack is not None or plan.reduces:
-            self._recorder.state(record.entry, UNPACKING)
+        self._recorder.step(record.entry, UNPACK)
         if plan.unpack is not None:
             self._launch(
                 plan.unpack.run, [staging, *sources] if plan.joint == "unpack" else [staging], targets, threads
@@ -307,12 +322,15 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
         return allocate((num_bytes,), torch.uint8, device)
 
     def _new_record(self, fingerprint: int, text: str) -> ExchangeRecord:
-        return ExchangeRecord(fingerprint, text, self._recorder.label(text), self._recorder)
+        label = self._recorder.label(text)
+        return ExchangeRecord(fingerprint, text, label, self._recorder, key=self._key, ranks=self._ranks)
 
     def _record_begin(self, record: ExchangeRecord, site: int) -> None:
         """Records the next exchange as issued."""
         record.site = site
-        record.entry = self._recorder.begin(self._label, self.sequence + 1, record.label, record.fingerprint, site)
+        record.entry = self._recorder.begin(
+            self._label, self.sequence + 1, record.label, record.fingerprint, site, ISSUED, record
+        )
 
     def _record_end(self, record: ExchangeRecord, sent_bytes: int, received_bytes: int) -> None:
         """Records the end of an exchange."""
@@ -356,6 +374,7 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
         sends = MessageBuffers(outgoing, [sent], [sent.data_ptr()], _NO_BYTES, 0)
         receives = MessageBuffers(incoming, [rows], [rows.data_ptr()], _NO_BYTES, 0)
         self.sequence += 1
+        record.sends, record.receives = outgoing, incoming
         try:
             self._carry(record, receives, sends)
         except BaseException as error:
@@ -368,7 +387,9 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
         """Exchanges messages that need no packing."""
         try:
             self.post(record, receives, sends)
+            self._recorder.step(record.entry, SEND)
             self.start(record, receives, sends)
+            self._recorder.step(record.entry, WAIT)
             self.finish(record, receives, sends)
         except BaseException as error:
             self._end_broken(record, error)

@@ -16,7 +16,7 @@ from torch.autograd import profiler
 from tritondt._C import NcclLibrary
 from tritondt.comm.communicator import Transfer
 from tritondt.comm.member import ProcessContext
-from tritondt.comm.monitor.flight import EXCHANGING, ExchangeRecord
+from tritondt.comm.monitor.flight import PACK, SEND, UNPACK, ExchangeRecord
 from tritondt.comm.nccl.library import nccl_library
 from tritondt.comm.nccl.programs import Issuer, StreamProgram, check_tensors, exchange_program, has_program
 from tritondt.comm.nccl.stream_engine import InFlight, StreamEngine
@@ -93,7 +93,7 @@ class NcclCommunicator(PackedCommunicator):
     ) -> None:
         """Puts an exchange into the stream: by its program, in one call of the extension, or part by part.
 
-        Part by part goes the first one, and what is captured, compared, profiled, traced or to be refused.
+        Part by part goes the first one, and what is captured, compared, profiled or to be refused.
         """
         program: StreamProgram | EllipsisType | None = transfer.compiled.get(self._programs, ...)
         if isinstance(program, StreamProgram) and not (
@@ -102,8 +102,6 @@ class NcclCommunicator(PackedCommunicator):
             or self._engine.is_capturing
             or self._watched.refusals.open
             or profiler._is_profiler_enabled
-            or "start" in self.__dict__  # hidden, as what follows, by a trace or a test that looks at the parts
-            or "_run_plan" in self.__dict__
         ):
             if self._issue(program, sources, targets, transfer.device, site):
                 return
@@ -167,7 +165,11 @@ class NcclCommunicator(PackedCommunicator):
         if operation is None:
             return False
         self.sequence += 1
-        self._traffic.count(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
+        traffic = self._traffic  # as its `count`, which is a call
+        traffic.sent_bytes += plan.sent_bytes
+        traffic.received_bytes += plan.received_bytes
+        traffic.num_sent += len(plan.sends)
+        traffic.num_received += len(plan.receives)
         if is_issued:
             queue.ending.append(operation)
         else:
@@ -210,17 +212,21 @@ class NcclCommunicator(PackedCommunicator):
         self._traffic.count(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
         receives = message_buffers((plan.receives, targets, target_pointers, memory, staging))
         sends = message_buffers((plan.sends, sources, source_pointers, memory, buffer))
-        launch = self._launch
+        launch, step = self._launch, self._recorder.step
         try:
             self.post(record, receives, sends)
             if plan.pack is not None:
+                step(record.entry, PACK)
                 launch(plan.pack.run, source_pointers, [buffer, *plan.slots], 1)
             if plan.far_sends or plan.far_receives:  # messages to other hosts do not wait for what comes from this one
+                step(record.entry, SEND)
                 self.start(
                     record,
                     message_buffers((plan.far_receives, targets, target_pointers, memory, staging)),
                     message_buffers((plan.far_sends, sources, source_pointers, memory, buffer)),
                 )
+            if plan.unpack is not None or plan.reduces:
+                step(record.entry, UNPACK)
             if plan.unpack is not None:
                 launch(plan.unpack.run, [staging, *plan.own_slots, *source_pointers], target_pointers, 1)
             for table in plan.reduces:
@@ -311,7 +317,7 @@ class NcclCommunicator(PackedCommunicator):
             return
         self._latest = None
         found.sent_bytes, found.received_bytes = sent_bytes, received_bytes
-        self._recorder.state(record.entry, EXCHANGING)
+        self._recorder.leave(record.entry)
         self._queue.mark_end(found)
 
     def _record_failure(self, record: ExchangeRecord, error: BaseException) -> None:

@@ -74,7 +74,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
                 self._check_devices(sources, transfer)
         recorder, record.site = self._recorder, site
         record.entry = recorder.begin(
-            self._label, self.sequence + 1, record.label, record.fingerprint, site, EXCHANGING
+            self._label, self.sequence + 1, record.label, record.fingerprint, site, EXCHANGING, record
         )
         try:
             self._run(sources, targets, plan, record)
@@ -130,14 +130,6 @@ class SharedMemoryCommunicator(SocketCommunicator):
             self._end_broken(record, error)
             raise
         del memory  # where terms waited for those of later rounds
-
-    def time_steps(self, is_on: bool) -> None:
-        """Notes from now on when an exchange packs, keeps, waits and unpacks in its rounds, or no more."""
-        self._arenas.time_steps(is_on)
-
-    def take_steps(self) -> list[tuple[str, int, int]]:
-        """Kind, start and end, by `time.monotonic_ns`, of the steps of this thread's last exchange."""
-        return self._arenas.take_steps()
 
     def _skip(self) -> None:
         self._arenas.skip(self.sequence)

@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 from tritondt import environment, identity, logs
+from tritondt._C import note_queue_thread
 from tritondt.comm import registry
 from tritondt.comm.forked import InheritedWorld
 from tritondt.comm.member import CommunicatorContext
@@ -35,6 +36,8 @@ from tritondt.planning.cost import CostTable
 
 Result = TypeVar("Result")
 _NO_TIMEOUT_S = float("inf")
+# Told of the rank whose thread the calling one is, when it starts.
+on_started: list[Callable[[int], object]] = []
 
 
 class TurnQueue(IssueQueue):
@@ -76,6 +79,9 @@ class TurnQueue(IssueQueue):
     def _serve(self, participant: Participant) -> None:
         participant.may_run.acquire()
         self.thread_id = threading.get_ident()
+        note_queue_thread()
+        for hook in on_started:
+            hook(self._who.rank)
         with identity.assumed(self._who):
             while self._waiting or not self._closing:
                 while self._waiting:
@@ -340,6 +346,8 @@ def run_ranks(
         registry.enter(who, ThreadWorld(who, scheduler, table, hosts))
         participant.may_run.acquire()
         torch.default_generator.manual_seed(seed)
+        for hook in on_started:
+            hook(rank)
         error: BaseException | None = None
         try:
             with identity.assumed(who):

@@ -1,5 +1,8 @@
-"""Recording of a process's operators, exchanges, collectives and waits, by functions that stand in for others while it
-is on; nothing is looked up, or called, while it is off.
+"""Recording of a process's operators, exchanges, collectives and waits.
+
+Steps of exchanges are the extension's to note, which does so while `StepTimes` listens. Operators, collectives and
+waits are recorded by functions that stand in for those of their classes while a recording is on; nothing is looked up,
+or called, while it is off.
 
 recording = Recording(rank, num_ranks)
 recording.begin()
@@ -10,25 +13,22 @@ record = recording.end()
 import os
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic_ns
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tritondt._C import record_calls
+from tritondt._C import StepTimes, record_calls
 from tritondt.comm import world
 from tritondt.comm.communicator import Transfer
-from tritondt.comm.packing.messages import MessageBuffers
-from tritondt.comm.transports import announced
-from tritondt.comm.transports.base import PackedCommunicator
-from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
-from tritondt.comm.work import QUEUE_THREAD
-from tritondt.debug.tracing.arena_steps import ArenaSteps
+from tritondt.comm.transports import threads
+from tritondt.comm.transports.ordered import OrderedCommunicator
+from tritondt.comm.work import Work
+from tritondt.debug.tracing.exchanges import Exchange, exchanges_of
 from tritondt.debug.tracing.explanations import Compiled, explained
-from tritondt.debug.tracing.flat_lists import messages_of_rank, rows
 from tritondt.debug.tracing.record import RankRecord, Redistribution, Span
 from tritondt.dtensor.tensor import DTensor
 from tritondt.dtensor.views.copied_views import copied_view_class
@@ -55,23 +55,17 @@ class Recording:
 
     def __init__(self) -> None:
         self._spans: list[Any] = []  # kind, subject, start, end and thread of each
-        self._sends: list[Any] = []  # fields of an Exchanged for each exchange
-        self._receives: list[Any] = []
         self._marks: list[tuple[int, int, bool]] = []  # time, thread, whether the program itself has set it
         self._plans: dict[Transfer, Compiled] = {}
-        self._sites: dict[str, str] = {}
-        self._threads: dict[int, int] = {}  # rank of each thread that has made a communicator, or exchanged
-        self._queues: set[int] = set()  # threads of communicators that run what was issued
+        self._exchanges: list[Exchange] = []
+        self._threads: dict[int, int] = {}  # rank of each thread that is one, or has exchanged
         self._undo: list[Callable[[], object]] = []
         self._dropped = 0
-        self._arenas = ArenaSteps(self._add_span, self._sends, self._receives)
 
     def begin(self) -> None:
         """Puts the functions that record in the places of those that do not."""
         compiling.compile_plan.cache_clear()  # so that all that is compiled is heard of
-        for found in tuple(announced.made):
-            self._observe(found)
-        self._append_to(announced.on_made, self._observe_new)
+        self._append_to(threads.on_started, self._note_rank)
         self._append_to(compiling.on_compiled, self._keep_plan)
         for tensor_class in (DTensor, copied_view_class(DTensor)):
             self._replace(tensor_class, "__torch_dispatch__", staticmethod(self._dispatch_of(tensor_class)))
@@ -79,6 +73,10 @@ class Recording:
             self._replace(Router, name, self._collective_of(getattr(Router, name)))
         for work in (c10d.Work, NcclWork):
             self._replace(work, "wait", self._wait_of(work.wait))
+        self._replace(Work, "wait", self._own_wait_of(Work.wait))
+        self._replace(OrderedCommunicator, "in_order", self._in_order_of(OrderedCommunicator.in_order))
+        steps = StepTimes(MOST_SPANS)
+        self._undo.append(lambda: self._take(steps))
         self._undo.append(register_optimizer_step_post_hook(self._after_optimizer).remove)
         record_calls(True)
         self._undo.append(lambda: record_calls(False))
@@ -94,16 +92,19 @@ class Recording:
     def record(self, rank: int, num_ranks: int, failure: str = "") -> RankRecord:
         """The record of a rank: all of this process, where its ranks are no threads that share it."""
         shared = len(set(self._threads.values())) > 1
-        threads = {thread for thread, number in self._threads.items() if number == rank}
+        own = {thread for thread, number in self._threads.items() if number == rank}
 
         def is_own(thread: int) -> bool:
-            return not shared or thread in threads
+            return not shared or thread in own
 
+        exchanges = [found for found in self._exchanges if not shared or found.rank == rank]
         spans = [
-            Span(kind, _name(kind, subject), start, end, thread)
-            for kind, subject, start, end, thread in rows(self._spans, _SPAN_VALUES)
+            Span(kind, str(subject), start, end, thread)
+            for kind, subject, start, end, thread in _rows(self._spans, _SPAN_VALUES)
             if is_own(thread)
         ]
+        spans += (span for found in exchanges for span in found.spans)
+        queues = {found.thread for found in exchanges if found.is_queued}
         asked = [time for time, thread, by_program in self._marks if is_own(thread) and by_program]
         return RankRecord(
             rank=rank,
@@ -111,10 +112,10 @@ class Recording:
             host=_boot_id(),
             process=os.getpid(),
             spans=spans,
-            sends=messages_of_rank(self._sends, rank),
-            receives=messages_of_rank(self._receives, rank),
-            redistributions=self._redistributions({span.name for span in spans if span.kind == "exchange"}, rank),
-            program_threads=sorted({span.thread for span in spans} - self._queues),
+            sends=[message for found in exchanges for message in found.sends],
+            receives=[message for found in exchanges for message in found.receives],
+            redistributions=self._redistributions({found.name: found.site for found in reversed(exchanges)}, rank),
+            program_threads=sorted({span.thread for span in spans} - queues),
             marks_ns=asked or [time for time, thread, _ in self._marks if is_own(thread)],
             dropped=self._dropped,
             failure=failure,
@@ -151,12 +152,15 @@ class Recording:
 
         return add
 
-    def _add_span(self, kind: str, subject: Any, started: int, ended: int) -> None:
-        """Adds a span of the calling thread."""
-        if len(self._spans) < MOST_SPANS * _SPAN_VALUES:
-            self._spans.extend((kind, subject, started, ended, threading.get_ident()))
-        else:
-            self._dropped += 1
+    def _note_rank(self, rank: int) -> None:
+        self._threads[threading.get_ident()] = rank
+
+    def _take(self, steps: StepTimes) -> None:
+        """Takes what the extension has noted."""
+        steps.close()
+        self._exchanges = exchanges_of(steps)
+        self._dropped += steps.num_dropped
+        self._threads.update((found.thread, found.rank) for found in self._exchanges)
 
     def _dispatch_of(self, tensor_class: Any) -> Callable[..., Any]:
         """Dispatch of a tensor class, recorded; without a call of its own, for this runs for every operator."""
@@ -209,106 +213,39 @@ class Recording:
             if step.transfer is not None and step.communicator is not None:
                 self._plans[step.transfer] = found
 
-    def _observe_new(self, communicator: PackedCommunicator) -> None:
-        self._threads.setdefault(threading.get_ident(), communicator._rank)
-        self._observe(communicator)
+    def _own_wait_of(self, wait: Callable[[Work], None]) -> Callable[[Work], None]:
+        add = self._adder()
 
-    def _observe(self, communicator: PackedCommunicator) -> None:
-        """Records a communicator's exchanges, by functions that hide those of its class."""
-        for kind, has_work in (("pack", _packs), ("keep", _keeps), ("unpack", _unpacks)):
-            self._hide(communicator, f"_{kind}", self._phase(getattr(communicator, f"_{kind}"), kind, has_work))
-        if isinstance(communicator, SharedMemoryCommunicator):
-            communicator.time_steps(True)
-            self._undo.append(lambda: communicator.time_steps(False))
-            self._hide(communicator, "_exchange", self._arenas.exchange_of(communicator))
-        self._hide(communicator, "_exchange", self._exchange_of(communicator))
-        self._hide(communicator, "in_order", self._in_order_of(communicator.in_order))
-        self._hide(communicator, "start", self._messages_of(communicator, communicator.start, "send"))
-        self._hide(communicator, "finish", self._messages_of(communicator, communicator.finish, "wait"))
-        self._hide(communicator._queue, "wait_for", self._wait_for_of(communicator._queue.wait_for))
-
-    def _hide(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        setattr(owner, name, function)
-        self._undo.append(lambda: owner.__dict__.pop(name, None))
-
-    def _phase(self, run: Callable[..., None], kind: str, has_work: Callable[[Any], bool]) -> Callable[..., None]:
-        add, now = self._adder(), monotonic_ns
-
-        def recorded(plan: Any, *arguments: Any) -> None:
-            if not has_work(plan):
-                run(plan, *arguments)
+        def recorded(work: Work) -> None:
+            if work._finished:
+                wait(work)
                 return
-            started = now()
-            run(plan, *arguments)
-            add(kind, kind, started)
-
-        return recorded
-
-    def _exchange_of(self, communicator: PackedCommunicator) -> Callable[..., None]:
-        exchange, rank = communicator._exchange, communicator._rank
-        add, now, ident, threads, sites = self._adder(), monotonic_ns, threading.get_ident, self._threads, self._sites
-
-        def recorded(sources: Any, targets: Any, transfer: Transfer, site: int) -> None:
-            started = now()
+            started = monotonic_ns()
             try:
-                exchange(sources, targets, transfer, site)
+                wait(work)
             finally:
-                add("exchange", transfer, started)
-                thread = ident()
-                threads[thread] = rank
-                if threading.current_thread().name == QUEUE_THREAD:  # not who waits, and runs the queue meanwhile
-                    self._queues.add(thread)
-                if transfer.description not in sites:
-                    sites[transfer.description] = communicator._recorder.site_text(site) if site >= 0 else ""
+                add("wait", work.description, started)
 
         return recorded
 
     def _in_order_of(self, in_order: Callable[..., None]) -> Callable[..., None]:
         add = self._adder()
 
-        def recorded(run: Any, description: str) -> None:
+        def recorded(communicator: OrderedCommunicator, run: Any, description: str) -> None:
             started = monotonic_ns()
             try:
-                in_order(run, description)
+                in_order(communicator, run, description)
             finally:
                 add("redistribution", description, started)
 
         return recorded
 
-    def _messages_of(
-        self, communicator: PackedCommunicator, run: Callable[..., None], kind: str
-    ) -> Callable[..., None]:
-        add, now, ident, sends_messages = self._adder(), monotonic_ns, threading.get_ident, kind == "send"
-        extend = (self._sends if sends_messages else self._receives).extend
-
-        def recorded(record: Any, receives: MessageBuffers, sends: MessageBuffers) -> None:
-            started = now()
-            try:
-                run(record, receives, sends)
-            finally:
-                ended = add(kind, record.text, started)
-                slices = sends.slices if sends_messages else receives.slices
-                extend((communicator, communicator.sequence, slices, started, ended, ident(), record.text))
-
-        return recorded
-
-    def _wait_for_of(self, wait_for: Callable[..., None]) -> Callable[..., None]:
-        add = self._adder()
-
-        def recorded(work: Any) -> None:
-            started = monotonic_ns()
-            try:
-                wait_for(work)
-            finally:
-                add("wait", work.description, started)
-
-        return recorded
-
-    def _redistributions(self, names: set[str], rank: int) -> dict[str, Redistribution]:
-        found = {name: Redistribution(self._sites.get(name, "")) for name in names}
+    def _redistributions(self, sites: dict[str, str], rank: int) -> dict[str, Redistribution]:
+        """Facts about exchanges by their names; `sites` are the lines of the program that asked for them."""
+        found = {name: Redistribution(site) for name, site in sites.items()}
         for transfer, compiled in self._plans.items():
-            if transfer.description in names and compiled.source.mesh.identity.rank == rank:
-                found[transfer.description] = explained(compiled, self._sites.get(transfer.description, ""))
+            if transfer.description in sites and compiled.source.mesh.identity.rank == rank:
+                found[transfer.description] = explained(compiled, sites[transfer.description])
         return found
 
 
@@ -328,20 +265,14 @@ def mark_step() -> None:
         recording.mark_step()
 
 
-def _name(kind: str, subject: Any) -> str:
-    return cast("Transfer", subject).description if kind == "exchange" else str(subject)
+def _rows(values: Sequence[Any], width: int) -> Iterator[tuple[Any, ...]]:
+    """Rows of so many values each; a tuple for each span would be one more object for the garbage collector to visit.
 
-
-def _packs(plan: Any) -> bool:
-    return plan.pack is not None
-
-
-def _keeps(plan: Any) -> bool:
-    return plan.keep is not None
-
-
-def _unpacks(plan: Any) -> bool:
-    return plan.unpack is not None or bool(plan.reduces)
+    >>> list(_rows([1, 2, 3, 4], 2))
+    [(1, 2), (3, 4)]
+    """
+    columns = iter(values)
+    return zip(*[columns] * width, strict=True)
 
 
 def _boot_id() -> str:
