@@ -28,8 +28,8 @@ CASES = {
     **FAMILIES,
     **FAMILIES_ONCE,
 }
-# A view that four ranks could not hold is refused, and torch makes plain indices for interpolation in a graph.
-del CASES["views"], CASES["interpolation"]
+# A view that four ranks could not hold is refused.
+del CASES["views"]
 
 
 class Exchanges:

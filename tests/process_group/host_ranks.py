@@ -89,6 +89,24 @@ def refused(how: int) -> list[str]:
     return told
 
 
+def refused_over_gloo(how: int) -> list[str]:
+    """Errors where the last rank alone asks for too short an output, or is asked for one more thing then, over Gloo."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    told = []
+    for _ in range(2):
+        try:
+            dist.all_gather_into_tensor(torch.ones(3 * size - (rank == size - 1)), torch.ones(3))
+            told.append("no error")
+        except T.TritondtError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    T.abort()
+    total = torch.full((1000,), float(rank))
+    dist.all_reduce(total)
+    assert bool((total == size * (size - 1) // 2).all())
+    return told
+
+
 def disagree(how: int) -> list[str]:
     """The error where the last rank's tensor is longer, and the one of what follows; then a sum in a new world."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
@@ -148,6 +166,7 @@ BODIES: dict[str, Callable[[int], Any]] = {
     "as_on_gloo": as_on_gloo,
     "same_bits": same_bits,
     "refused": refused,
+    "refused_over_gloo": refused_over_gloo,
     "disagree": disagree,
     "on_wire": on_wire,
 }

@@ -127,7 +127,9 @@ def test_an_optimizer_that_steps_in_the_hook(ranks_of: RanksOf, over: str) -> No
     ranks_of(over, 2).run(train_with_zero)
 
 
-@pytest.fixture(params=["shared-memory", pytest.param("nccl", marks=pytest.mark.extended)])
+@pytest.fixture(
+    params=["shared-memory", *(pytest.param(over, marks=pytest.mark.extended) for over in ("nccl", "gloo"))]
+)
 def mortal_ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
     started = backend_ranks(request.param, 2, TRITONDT_TIMEOUT="20")
     yield started

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
-from tritondt.process_group.cpu_works import FinishedWork, StagedWork
 
 RanksOf = Callable[[str, int], GlooRanks]
 Laid = Callable[[torch.Tensor], torch.Tensor]
@@ -273,9 +272,14 @@ def test_quantised_tensors_are_refused(ranks_of: RanksOf, over: str) -> None:
             assert "was asked for with elements of quint8; those of a quantised tensor mean nothing without" in text
 
 
-def test_what_cannot_be_written_is_said_at_every_wait() -> None:
-    received, written = torch.arange(3.0), torch.zeros(1).expand(3)
-    work = StagedWork(FinishedWork([received]), [written], [(written, received)])
-    for ask in (work.wait, work.is_completed, work.wait):
+def write_where_elements_share_memory(rank: int) -> None:
+    work: Any = dist.all_reduce(torch.zeros(1).expand(3), async_op=True)
+    for ask in (work.wait, work.is_completed, work.wait, work.get_future().wait):
         with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single"):
             ask()
+    dist.all_reduce(x := torch.ones(1))
+    assert x.item() == 2
+
+
+def test_what_cannot_be_written_on_gloo_is_said_at_every_wait(ranks_of: RanksOf) -> None:
+    ranks_of("gloo", 2).run(write_where_elements_share_memory)

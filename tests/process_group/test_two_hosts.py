@@ -92,6 +92,15 @@ def test_what_one_rank_refuses_all_hear_and_go_on(tmp_path: Path) -> None:
             assert "7 elements" in text, (rank, number, text)
 
 
+def test_what_one_rank_refuses_over_gloo_all_hear_and_go_on_after_an_abort(tmp_path: Path) -> None:
+    found = run(tmp_path, "refused_over_gloo", 0, (2, 2), TRITONDT_TRANSPORT="gloo", GLOO_SOCKET_IFNAME="wire")
+    assert len(found) == 4
+    for rank, (first, then) in found.items():
+        assert first.startswith("LocalTensorError: " if rank == 3 else "PeerError: rank 3 failed while rank"), first
+        assert "was given an output of 11 elements" in first, first
+        assert then.startswith("LocalTensorError: " if rank == 3 else "WorldError: "), then
+
+
 def test_ranks_that_disagree_all_hear_and_go_on_in_a_new_world(tmp_path: Path) -> None:
     found = run(tmp_path, "disagree", 0, (2, 2))
     assert len(found) == 4

@@ -13,7 +13,17 @@ import torch
 from tritondt.process_group import checks, collective
 from tritondt.process_group.collective import Collective, PeerSpan, Reduction
 from tritondt.process_group.naming import PRE_MUL_SUM, number_of, op_name, refusal_of_op, text_of
-from tritondt.process_group.staging import Copies, NewCopies, all_readable, all_writable, in_place, readable, writable
+from tritondt.process_group.staging import (
+    Copies,
+    NewCopies,
+    all_readable,
+    all_writable,
+    as_bytes,
+    copy_back,
+    in_place,
+    readable,
+    writable,
+)
 
 Tensors = Sequence[torch.Tensor]
 Lists = Sequence[Tensors]
@@ -401,3 +411,19 @@ FIND: dict[str, Find] = {
     "scatter": _scatter,
     "barrier": _barrier,
 }
+
+
+def write_copies(call: Call) -> None:
+    """Copies what is not written in place, after all exchanges."""
+    for step in call.steps:
+        copy_back(step.copies)
+
+
+def run_alone(call: Call, own: int, size: int) -> None:
+    """Runs a collective of one rank, or of steps that are none: what it sends itself is there."""
+    for step in call.steps:
+        described = step.collective(own, size)
+        for (source, start, num_bytes), (target, first, _) in described.keeps:
+            sent = as_bytes(step.sources[source])[start : start + num_bytes]
+            as_bytes(step.targets[target])[first : first + num_bytes].copy_(sent)
+    write_copies(call)

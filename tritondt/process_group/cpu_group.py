@@ -14,10 +14,9 @@ from tritondt.comm.store import presence
 from tritondt.errors import ForkedError, WorldError
 from tritondt.process_group import levels
 from tritondt.process_group.collective import nothing
-from tritondt.process_group.cpu_collectives import Asked, Call, Step
+from tritondt.process_group.cpu_collectives import Asked, Call, Step, run_alone, write_copies
 from tritondt.process_group.cpu_works import FinishedWork, QueuedCollective
 from tritondt.process_group.levels import Levels, Program
-from tritondt.process_group.staging import as_bytes, copy_back
 
 # Programs that are kept, the latest ones: some kilobytes each.
 _MOST_PROGRAMS = 1024
@@ -47,8 +46,13 @@ class CpuGroup:
         self._ended = ""
         _groups.add(self)
 
-    def run(self, call: Call, asked: Asked, timeout_s: float, *, is_async: bool) -> Any:
-        """The Work of a collective, which has run unless it was asked for asynchronously."""
+    @property
+    def is_connected(self) -> bool:
+        """Whether the ranks have run something."""
+        return self._levels is not None
+
+    def run(self, _kind: str, call: Call, asked: Asked, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        """The Work of a collective, which has run unless the options, `arguments`' last, ask for it asynchronously."""
         if self._size == 1:
             self._check_open(asked)
             run_alone(call, self._own, self._size)
@@ -57,6 +61,7 @@ class CpuGroup:
             call = call._replace(steps=(Step((nothing, str(asked)), (), ()),))
         if threading.get_ident() == self._runner:  # a callback of a future, while its thread runs the queue
             return self._run_now(call, asked, timeout_s)
+        is_async = getattr(arguments[-1], "asyncOp", True)
         with self._turn:
             return self._issue(call, asked, timeout_s) if is_async else self._run_now(call, asked, timeout_s)
 
@@ -85,7 +90,7 @@ class CpuGroup:
             if len(program.parts) == 1 and not found.is_numbered:
                 communicator.exchange(step.sources, step.targets, program.parts[0].transfer)
                 if step.copies:
-                    _copy(call)
+                    write_copies(call)
                 return FinishedWork(call.results)
         programs = self._programs(found, call, asked)
         communicator.drain()  # what is under way has the timeout that it was issued with, and sets it when it runs
@@ -119,7 +124,7 @@ class CpuGroup:
             self._timeout_s = timeout_s
         for step, program in zip(call.steps, programs, strict=True):
             found.run(step.sources, step.targets, program)
-        _copy(call)
+        write_copies(call)
 
     def _program(self, found: Levels, key: Hashable, step: Step, asked: Asked) -> Program:
         """The exchanges of a step, made where they have not been lately."""
@@ -175,19 +180,3 @@ class CpuGroup:
         """Lets go of what has ended: a program may make and destroy groups for as long as its world lasts."""
         if self._world is not None:
             self._world.forget(self._name)
-
-
-def _copy(call: Call) -> None:
-    """Copies what is not written in place, after all exchanges."""
-    for step in call.steps:
-        copy_back(step.copies)
-
-
-def run_alone(call: Call, own: int, size: int) -> None:
-    """Runs a collective of one rank, or of steps that are none: what it sends itself is there."""
-    for step in call.steps:
-        described = step.collective(own, size)
-        for (source, start, num_bytes), (target, first, _) in described.keeps:
-            sent = as_bytes(step.sources[source])[start : start + num_bytes]
-            as_bytes(step.targets[target])[first : first + num_bytes].copy_(sent)
-    _copy(call)

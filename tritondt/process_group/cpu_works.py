@@ -1,4 +1,4 @@
-"""Works of operations on tensors of the CPU: one that has run, one in a queue, one on Gloo that is copied from."""
+"""Works of operations on tensors of the CPU: one that has run, and one in a queue."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,12 +12,11 @@ from tritondt.comm.work import Work as QueuedWork
 from tritondt.comm.work import again
 from tritondt.errors import PeerError
 from tritondt.process_group.futures import fail, is_list_of_cpp_asked_for, list_of_cpp, succeed
-from tritondt.process_group.staging import Copies, copy_back
 
 _NO_TIMEOUT = timedelta(0)  # as torch says it
 
 
-class _WorkOfTensors(Work):
+class WorkOfTensors(Work):
     """A collective of all ranks, and the tensors that it writes."""
 
     def __init__(self, results: Sequence[torch.Tensor]) -> None:
@@ -55,7 +54,7 @@ class _WorkOfTensors(Work):
         raise NotImplementedError
 
 
-class FinishedWork(_WorkOfTensors):
+class FinishedWork(WorkOfTensors):
     """A collective that has run, and its results."""
 
     def is_completed(self) -> bool:
@@ -79,7 +78,7 @@ class FinishedWork(_WorkOfTensors):
         return future
 
 
-class QueuedCollective(_WorkOfTensors):
+class QueuedCollective(WorkOfTensors):
     """A collective, its results when it has run, and its error where it failed."""
 
     def __init__(self, text: str, results: Sequence[torch.Tensor]) -> None:
@@ -148,53 +147,3 @@ class QueuedCollective(_WorkOfTensors):
         if self._has_run.is_set():
             self._settle()
         return future
-
-
-class StagedWork(_WorkOfTensors):
-    """An operation on Gloo that runs on other memory than the tensors that it writes, which are copied once it has."""
-
-    def __init__(self, work: Work, results: Sequence[torch.Tensor], copies: Copies) -> None:
-        super().__init__(results)
-        self._work, self._copies, self._copying = work, copies, threading.Lock()
-
-    def _finish(self) -> None:
-        with self._copying:
-            copy_back(self._copies)  # what raises here raises at every wait
-            self._copies = ()
-
-    def is_completed(self) -> bool:
-        """Whether the operation has run, well or not, and its tensors are written."""
-        is_completed: bool = self._work.is_completed()
-        if is_completed and self._work.is_success():
-            self._finish()
-        return is_completed
-
-    def is_success(self) -> bool:
-        """Whether the operation has run well."""
-        return self.is_completed() and self._work.is_success()
-
-    def exception(self) -> Any:
-        """The operation's error; None where it has none, or is under way."""
-        return self._work.exception()
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Returns when the operation has run and its tensors are written; raises its error."""
-        self._work.wait(timeout)
-        self._finish()
-        return True
-
-    def _made_future(self) -> Any:
-        return self._work.get_future().then(self._value)
-
-    def _value(self, done: Any) -> list[torch.Tensor]:
-        done.value()  # raises its error
-        self._finish()
-        return list(self._results)
-
-    def _source_rank(self) -> int:
-        return self.source_rank()
-
-    def source_rank(self) -> int:
-        """The rank of the group that a message comes from; -1 for other operations."""
-        rank: int = self._work._source_rank()
-        return rank

@@ -48,12 +48,9 @@ class Group(_Base):  # type: ignore[misc]
         logs.world.info("rank %d: %s made of ranks %s", options.group_rank, self._router.name, self._router.ranks)
         # What C++ asks a group for and does not forward to this class, it asks of these.
         rank, size, kind = options.group_rank, options.group_size, dist.ProcessGroup.BackendType
-        self._set_default_backend(kind.CUSTOM if self._router.gloo is None else kind.GLOO)  # 2.15 asks it for hooks
+        self._set_default_backend(kind.CUSTOM)  # 2.15 asks it for hooks
         self._parts = {CPU: PartOnCpu(rank, size), CUDA: Part(rank, size)}
         for device, part in self._parts.items():
-            if device is CPU and self._router.gloo is not None:
-                self._register_backend(CPU, kind.GLOO, self._router.gloo)
-                continue
             # torch 2.15 asks every part, which None cannot answer, and has what Python may derive one from; before, C++
             # takes no part of Python's, and asks for none.
             self._register_backend(device, kind.CUSTOM, part if isinstance(part, c10d.Backend) else None)
@@ -126,9 +123,7 @@ class Group(_Base):  # type: ignore[misc]
         return store
 
     def _get_backend(self, device: torch.device) -> Any:
-        if torch.device(device).type == "cpu":
-            return self._parts[CPU] if self._router.gloo is None else self._router.gloo
-        return self._parts[CUDA]
+        return self._parts[CPU if torch.device(device).type == "cpu" else CUDA]
 
     def _get_sequence_number_for_group(self) -> int:
         return self._calls.num_operations

@@ -16,7 +16,6 @@ from tritondt import environment
 from tritondt._C import GroupCalls
 from tritondt.comm import world
 from tritondt.comm.communicator import Role
-from tritondt.comm.daemons import within
 from tritondt.comm.nccl.programs import PLAIN
 from tritondt.comm.store import presence
 from tritondt.comm.store.client import StoreClient
@@ -24,10 +23,10 @@ from tritondt.comm.store.host import StoreHost
 from tritondt.comm.transports import table as transport_table
 from tritondt.errors import PeerError, TransportError, TritondtError, WorldError
 from tritondt.process_group.checks import check_carried, check_group_rank, check_number, check_plain_dtypes
-from tritondt.process_group.cpu_collectives import CPU, FIND, Asked, Call
-from tritondt.process_group.cpu_group import CpuGroup, run_alone
-from tritondt.process_group.cpu_works import FinishedWork, StagedWork
+from tritondt.process_group.cpu_collectives import CPU, FIND, Asked
+from tritondt.process_group.cpu_group import CpuGroup
 from tritondt.process_group.debug_compare import Agreement, Compared, Parts
+from tritondt.process_group.gloo_group import GlooGroup
 from tritondt.process_group.kinds import Kind
 from tritondt.process_group.mailbox import ANY, Mailbox
 from tritondt.process_group.monitored_barrier import MonitoredBarrier
@@ -35,18 +34,8 @@ from tritondt.process_group.naming import text_of
 from tritondt.process_group.nccl_calls import GroupRank
 from tritondt.process_group.nccl_group import NcclGroup
 from tritondt.process_group.operations import OperationCache
-from tritondt.process_group.staging import NewCopies, as_real, flattened, staged, tensors_of
 from tritondt.process_group.stream import nccl_devices
 
-# Collectives whose complex tensors torch does not take apart beforehand, as others', and of which Gloo knows none.
-_NOT_TAKEN_APART = frozenset({"gather", "allgather_into_tensor_coalesced"})
-# Collectives whose tensors may have any shapes of so many elements, which Gloo compares.
-_BY_ELEMENTS = frozenset(
-    {
-        *("_allgather_base", "_reduce_scatter_base"),
-        *("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
-    }
-)
 _NO_TIMEOUT = timedelta(0)  # torch's options say this, or less, where the group's timeout holds
 
 # How often groups of a name have been made, since the default group was.
@@ -116,25 +105,21 @@ class Router:
         making = _making_of(options)
         self.name = f"process group {self.group_id}{'' if making == 1 else f', made again ({making})'}"
         self._device_types = device_types
-        self.gloo: Any = None
-        self._uses_gloo = False
         store = dist.PrefixStore(f"gloo/{making}", options.store)
         try:
             presence.announce(store, rank)
-            self._uses_gloo = transport_table.chosen("cpu").name == "gloo"  # WorldError for a name of none
-            _agree_on_gloo(store, self.name, self.ranks[rank], uses_gloo=self._uses_gloo)
-            # A thread that an error leaves behind waits on its store: not on the connection that torch and the next
-            # world ask, nor on that of the barriers.
+            uses_gloo = transport_table.chosen("cpu").name == "gloo"  # WorldError for a name of none
+            _agree_on_gloo(store, self.name, self.ranks[rank], uses_gloo=uses_gloo)
             apart = dist.PrefixStore(f"gloo/{making}", options.store.clone())
-            if self._uses_gloo:
-                self._connect_gloo(dist.PrefixStore(f"gloo/{making}", options.store.clone()), apart)
         except BaseException as error:
             if not isinstance(error, PeerError):
                 presence.refuse(store, rank, error)
                 _refuse_in_world(self.ranks[rank], self.name, error)
             raise
         self._nccl_groups: dict[str, NcclGroup] = {}
-        self._cpu_group = CpuGroup(self.name, self.ranks, rank, self.timeout)
+        self._cpu_group: CpuGroup | GlooGroup = (GlooGroup if uses_gloo else CpuGroup)(
+            self.name, self.ranks, rank, self.timeout
+        )
         self._mailbox = Mailbox(self.name, self.ranks, rank, self.timeout)
         own_store = dist.PrefixStore(f"tritondt/barrier/{making}", apart)
         self._barrier_client = StoreClient(own_store, StoreHost(options.store), apart)
@@ -147,34 +132,6 @@ class Router:
             debug_store = dist.PrefixStore(f"tritondt/debug/{making}", options.store.clone())
             self._store_client = StoreClient(debug_store, StoreHost(options.store))
             self._agreement = Agreement(self._store_client, self.ranks, rank)
-
-    def _connect_gloo(self, store: "dist.Store", asked: "dist.Store") -> None:
-        """Makes Gloo's group by `store`; PeerError where some do not come in time, or as soon as one cannot.
-
-        `asked` is the same store by another connection: Gloo has that of `store` while it waits, also after an error.
-        """
-        rank, size = self.group_rank
-        others = [place for place in range(size) if place != rank]
-
-        def look() -> None:
-            failed = presence.refusal(asked, others) or presence.ended(asked, others)
-            if failed is not None:
-                raise PeerError(
-                    f"rank {self.ranks[failed.rank]} failed while rank {self.ranks[rank]} made {self.name}: "
-                    f"{failed.error}"
-                )
-
-        make = partial(dist.ProcessGroupGloo, store, rank, size, self.timeout)
-        try:
-            self.gloo = within(self.timeout, make, "tritondt-gloo", look)
-        except TimeoutError:
-            raise PeerError(
-                f"rank {self.ranks[rank]} waited {self._timeout_s:g} s for the ranks of {self.name} to connect by Gloo"
-            ) from None
-        # torch's own group over it, for it has methods that a Backend does not show.
-        self.over_gloo: Any = dist.ProcessGroup(store, rank, size)
-        self.over_gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self.over_gloo._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self.gloo)
 
     def nccl_group(self, device: torch.device, describe: Callable[..., str], *arguments: Any) -> NcclGroup | None:
         """The part that carries tensors on such a device by NCCL; None on the CPU.
@@ -220,10 +177,17 @@ class Router:
         `arguments` are those of torch's call, its options last.
         """
         self.calls.num_operations += 1
+        timeout_s = self._timeout_s_of(arguments[-1])
         if not tensors:
-            raise WorldError(f"{kind.describe(*arguments)} was given no tensors")
+            missing = WorldError(f"{kind.describe(*arguments)} was given no tensors")
+            self._refuse_of_no_device(missing, Asked(kind.describe, arguments), timeout_s)
+            raise missing
         device = tensors[0].device
-        nccl_group, timeout_s = self.nccl_group(device, kind.describe, *arguments), self._timeout_s_of(arguments[-1])
+        try:
+            nccl_group = self.nccl_group(device, kind.describe, *arguments)
+        except TransportError as error:
+            self._refuse_of_no_device(error, Asked(kind.describe, arguments), timeout_s)
+            raise
         try:
             check_plain_dtypes(tensors, kind.describe, *arguments)
         except TritondtError as error:
@@ -249,13 +213,24 @@ class Router:
         return nccl_group.run(operation, given, timeout_s, is_synchronous=is_synchronous)
 
     def _refuse(self, error: Exception, asked: Asked, nccl_group: NcclGroup | None, timeout_s: float) -> None:
-        """Tells the others why this rank takes no part in an operation; over Gloo there is no way to."""
+        """Tells the others why this rank takes no part in an operation."""
         if self._agreement is not None:
             self._compare(str(asked), Parts(), None, timeout_s, str(error))
         elif nccl_group is not None:
             nccl_group.refuse(error)
-        elif not self._uses_gloo:
+        else:
             self._cpu_group.refuse(error, asked)
+
+    def _refuse_of_no_device(self, error: Exception, asked: Asked, timeout_s: float) -> None:
+        """As `_refuse`, where no tensor says on what devices the others run it: on those that the group has run on.
+
+        A group that has run on several cannot tell.
+        """
+        found, uses_cpu = list(self._nccl_groups.values()), self._cpu_group.is_connected
+        if not found and (uses_cpu or not torch.cuda.is_available()):
+            self._refuse(error, asked, None, timeout_s)
+        elif self._agreement is not None or (len(found) == 1 and not uses_cpu):
+            self._refuse(error, asked, found[0] if found else None, timeout_s)
 
     def _on_cpu(self, kind: Kind, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """The Work of an operation on the CPU."""
@@ -267,33 +242,7 @@ class Router:
             raise
         if self._agreement is not None:
             self._agree(kind, arguments, CPU, timeout_s)
-        return self._run_on_cpu(kind.gloo, call, asked, arguments, timeout_s)
-
-    def _run_on_cpu(self, kind: str, call: Call, asked: Asked, arguments: tuple[Any, ...], timeout_s: float) -> Any:
-        if not self._uses_gloo:
-            is_async = getattr(arguments[-1], "asyncOp", True)
-            return self._cpu_group.run(call, asked, timeout_s, is_async=is_async)
-        if not call.steps or self.group_rank.size == 1:
-            run_alone(call, *self.group_rank)
-            return FinishedWork(call.results)
-        return self._on_gloo(kind, arguments)
-
-    def _on_gloo(self, kind: str, arguments: tuple[Any, ...]) -> Any:
-        """The Work of an operation on Gloo, which looks at the memory of tensors and not at their strides."""
-        copies: NewCopies = []
-        root, own = getattr(arguments[-1], "rootRank", -1), self.group_rank.rank
-        is_only_read = (kind == "reduce" and own != root) or (kind == "broadcast" and own == root) or kind == "send"
-        run = getattr(self.over_gloo, kind)
-        if kind == "barrier":
-            return run(*arguments)
-        memory = staged(arguments, None if is_only_read else copies)
-        if kind in _NOT_TAKEN_APART:
-            memory = as_real(memory)
-        if kind in _BY_ELEMENTS:
-            memory = flattened(memory)
-        if not copies:
-            return run(*memory)
-        return StagedWork(run(*memory), tensors_of(arguments[0]), copies)
+        return self._cpu_group.run(kind.gloo, call, asked, arguments, timeout_s)
 
     def message(self, kind: str, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
         """The Work of tensors to a rank of the group ("send") or from one ("recv"), on the CPU from any, -1, too.
@@ -320,10 +269,8 @@ class Router:
         check_number(asked, "tensors", len(tensors), 1)
         if peer != ANY or kind == "send":
             check_group_rank(asked, peer, self.group_rank.size)
-        if self._uses_gloo:
-            is_any = peer == ANY
-            arguments = (tensors, tag) if is_any else (tensors, peer, tag)
-            return self._on_gloo("recv_anysource" if is_any else kind, arguments)
+        if isinstance(self._cpu_group, GlooGroup):
+            return self._cpu_group.message("recv_anysource" if peer == ANY else kind, tensors, peer, tag, asked)
         carry = self._mailbox.send if kind == "send" else self._mailbox.receive
         return carry(tensors[0], peer, tag, str(asked))
 
@@ -349,7 +296,7 @@ class Router:
         if nccl_group is None:
             asked = Asked(lambda _: "barrier", (options,))
             call = FIND["barrier"](asked, *self.group_rank, options)
-            return self._run_on_cpu("barrier", call, asked, (options,), timeout_s)
+            return self._cpu_group.run("barrier", call, asked, (options,), timeout_s)
         return nccl_group.run(*nccl_group.operations.barrier("barrier"), timeout_s)
 
     def _agree(self, kind: Kind, arguments: tuple[Any, ...], device: torch.device, timeout_s: float) -> None:
@@ -376,8 +323,6 @@ class Router:
         """Sets the timeout of operations from now on."""
         self.timeout, self._timeout_s = timeout, timeout.total_seconds()
         self.calls.timeout_s = self._timeout_s
-        if self.gloo is not None:
-            self.gloo._set_default_timeout(timeout)
         self._cpu_group.timeout = self._mailbox.timeout = timeout
         for nccl_group in self._nccl_groups.values():
             nccl_group.timeout = timeout
@@ -389,18 +334,14 @@ class Router:
             nccl_group.abort()
         self._cpu_group.abort()
         self._mailbox.end("was aborted")
-        if self.gloo is not None:
-            self.gloo.abort()
 
     def close(self) -> None:
-        """Waits for what is under way, but on Gloo, and ends."""
+        """Waits for what is under way, and ends."""
         self._end()
         for nccl_group in self._nccl_groups.values():
             nccl_group.close()
         self._cpu_group.close()
         self._mailbox.end("was destroyed")
-        if self.gloo is not None:
-            self.gloo.shutdown()
 
     def _end(self) -> None:
         self._is_ended = True

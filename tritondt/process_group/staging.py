@@ -113,11 +113,6 @@ def _mapped(change: Callable[[torch.Tensor], torch.Tensor], found: Any) -> Any:
     return [_mapped(change, each) for each in found] if isinstance(found, (list, tuple)) else found
 
 
-def tensors_of(found: Any) -> list[torch.Tensor]:
-    """The tensors of an argument of torch.distributed: one, a list, or a list of lists."""
-    return [found] if isinstance(found, torch.Tensor) else [tensor for each in found for tensor in tensors_of(each)]
-
-
 def copy_back(copies: Copies) -> None:
     """Copies what was not written in place; torch's RuntimeError where elements of a tensor share memory.
 

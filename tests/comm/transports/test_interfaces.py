@@ -158,7 +158,7 @@ def test_gloo_is_given_the_first_interface_that_a_variable_names(
 def test_gloo_connects_where_our_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "absent0")  # which Gloo refuses
     monkeypatch.setenv("TRITONDT_SOCKET_IFNAME", "lo")
-    assert gloo._connected(dist.HashStore(), 0, 1, timedelta(seconds=7)).size() == 1
+    assert gloo._group(dist.HashStore(), 0, 1, timedelta(seconds=7)).size() == 1
 
 
 def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ class Wait:
     trouble: Callable[[], str | None] = lambda: None
     is_troubled: bool = False
     started: float = field(default_factory=time.monotonic)
+    looked: float = 0.0  # when the watch has last looked
     reason: PeerError | None = None
     limit: str = "TRITONDT_TIMEOUT"
     must: str = MUST
@@ -222,19 +223,19 @@ class Watch:
         found = [wait for find in sources for wait in find()]
         self._waits.update((id(wait), wait) for wait in found)
         for wait in dict.fromkeys((*waits, *found)):
-            if _waited(wait) >= min(INTERVAL_S, wait.timeout_s) and wait.reason is None:
+            if wait.reason is None and time.monotonic() >= _due(wait):
                 self._look(wait)
 
     def _pause_s(self) -> float:
-        """Seconds until the next look: the interval, or less where a wait reaches its timeout before."""
-        waits = [wait for wait in list(self._waits.values()) if wait.is_timed and wait.reason is None]
-        ends = [wait.started + wait.timeout_s for wait in waits]
-        return min([INTERVAL_S, *(max(end - time.monotonic(), 0.01) for end in ends)])
+        """Seconds until the next look: the interval, or less where a wait is due before."""
+        waits = [wait for wait in list(self._waits.values()) if wait.reason is None]
+        return min([INTERVAL_S, *(max(_due(wait) - time.monotonic(), 0.01) for wait in waits)])
 
     def _look(self, wait: Wait) -> None:
         if wait.is_over():
             self.end(wait)
             return
+        wait.looked = time.monotonic()
         silent: SilentStoreError | None = None
         reason, has_expired = None, False
         try:
@@ -277,6 +278,27 @@ class Watch:
             return self._reason(wait, patient=False) or PeerError(text)
         except RuntimeError as gone:  # the broken connection is all that is known
             return PeerError(f"{text}; {self._client.silence(gone)}")
+
+    def lost(self, wait: Wait, text: str) -> PeerError:
+        """The error where a connection has broken and nobody knows whose: of a rank that has failed, or has ended.
+
+        Else of those who have not said that they wait as well, once the others have had a moment to do so.
+        """
+        end = time.monotonic() + 3 * INTERVAL_S
+        try:
+            self._publish(wait)
+            while (found := wait.reason or self.reason_now(wait) or self._ended(wait)) is None:
+                if time.monotonic() >= end:
+                    self._narrow(wait)
+                    break
+                time.sleep(0.05)
+        except RuntimeError as gone:
+            return self._without_news(wait, gone)
+        return found or PeerError(f"rank {self._rank} lost {wait.awaited} in {wait.description} ({text})")
+
+    def _ended(self, wait: Wait) -> PeerError | None:
+        found = self._client.call(lambda _: presence.ended(self._client.presence, wait.peers))
+        return None if found is None else PeerError(failure_text(found.rank, self._rank, wait, found.error))
 
     def disagreed(self, wait: Wait, text: str) -> PeerError:
         """The error of a rank that was sent something else: of both ranks' exchanges where the other waits, too.
@@ -373,6 +395,12 @@ class Watch:
             if reason is not None:
                 return reason
         return None
+
+
+def _due(wait: Wait) -> float:
+    """When to look at a wait: once it is an interval old, an interval after each look, and at its timeout."""
+    due = (wait.looked or wait.started) + INTERVAL_S
+    return min(due, wait.started + wait.timeout_s) if wait.is_timed else due
 
 
 def _waited(wait: Wait) -> float:

@@ -20,10 +20,10 @@ from tritondt.comm.monitor.flight import FAILED, ExchangeRecord
 from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.nccl import aborts
 from tritondt.comm.nccl.bootstrap import join_nccl
-from tritondt.comm.nccl.refusals import Refusals
 from tritondt.comm.nccl.registered import RegisteredMemory
 from tritondt.comm.nccl.stream_engine import InFlight, StreamEngine
 from tritondt.comm.nccl.streams import answered
+from tritondt.comm.refusals import Refusals
 from tritondt.comm.work import again
 from tritondt.errors import PeerError, TransportError, WorldError
 
@@ -78,7 +78,7 @@ class MonitoredNccl:
         self.before_end: Callable[[], object] = _do_nothing
         # What else than NCCL has met in the background, if anything.
         self.trouble: Callable[[], str | None] = _find_nothing
-        self.refusals = Refusals(context)
+        self.refusals = Refusals(context, "messages of NCCL have no tags")
         self._registered: RegisteredMemory | None = None
         engine.on_late = self._end
         self.native: NcclCommunicator = join_nccl(context, library, engine.streams)

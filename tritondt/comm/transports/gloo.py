@@ -36,7 +36,7 @@ from tritondt.comm.work import ThreadQueue
 from tritondt.errors import PeerError, WorldError
 
 # Gloo's own limit must never strike first: it closes every connection without saying why.
-_GLOO_TIMEOUT_FACTOR = 4
+TIMEOUT_FACTOR = 4
 # How much longer than its timeout a wait may take: the watch gives a second of grace, and the store up to three.
 _LIMIT_BEHIND_S = 5.0
 _AT_ONCE_S = 0.001
@@ -59,8 +59,7 @@ class GlooCommunicator(PackedCommunicator):
         super().__init__(context, ThreadQueue())
         self._watch, self._timeout_s = context.watch, context.timeout.total_seconds()
         self._posted: _Posted | None = None
-        self._group: Any = _guarded(context)
-        self._group._set_default_timeout(context.timeout * _GLOO_TIMEOUT_FACTOR)
+        self._group: Any = connected(context, context.place)
 
     def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Posts all receives."""
@@ -130,7 +129,7 @@ class GlooCommunicator(PackedCommunicator):
         """Sets how long a message may take from now on, in seconds."""
         self._check_usable(f"a timeout of {seconds:g} s")
         self._timeout_s = seconds
-        self._group._set_default_timeout(timedelta(seconds=seconds) * _GLOO_TIMEOUT_FACTOR)
+        self._group._set_default_timeout(timedelta(seconds=seconds) * TIMEOUT_FACTOR)
 
     def _disconnect(self, reason: BaseException) -> None:
         self._group = None
@@ -147,18 +146,9 @@ class GlooCommunicator(PackedCommunicator):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     def _close_connections(self) -> None:
-        """Wakes the threads that wait on this communicator, which cannot be used afterwards.
-
-        Gloo closes all connections of a group when one receive in it times out; nothing else wakes a waiter.
-        """
-        group = self._group
-        for other in range(len(self._ranks)) if group is not None else ():
-            if other == self._place:
-                continue
-            try:
-                group.recv([torch.empty(1, dtype=torch.uint8)], other, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                continue  # the time-out that was asked for, or one whose connection is closed already
+        """Wakes the threads that wait on this communicator, which cannot be used afterwards."""
+        if self._group is not None:
+            close_connections(self._group, self._place, len(self._ranks))
 
     def _cause(self, wait: Wait, error: RuntimeError) -> PeerError:
         """The reason why a wait broke: what the watch or the store knows, else that the connection closed."""
@@ -171,21 +161,40 @@ class GlooCommunicator(PackedCommunicator):
         )
 
 
-def _guarded(context: ProcessContext) -> Any:
-    """Gloo's group; PeerError where some do not come within the timeout, and as soon as one has failed or ended."""
-    others = [place for place, rank in enumerate(context.ranks) if rank != context.rank]
+def close_connections(group: Any, place: int, size: int) -> None:
+    """Ends everything under way in Gloo's group of so many ranks, in which this one has that place, for good.
+
+    Gloo closes all connections of a group when one receive in it times out; nothing else wakes a waiter.
+    """
+    for other in range(size):
+        if other == place:
+            continue
+        try:
+            group.recv([torch.empty(1, dtype=torch.uint8)], other, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            continue  # the time-out that was asked for, or one whose connection is closed already
+
+
+def connected(context: ProcessContext, place: int) -> Any:
+    """Gloo's group of the ranks of `context`, in which this one has that place.
+
+    PeerError where some do not come within the timeout, and as soon as one has failed or ended.
+    """
+    others = [other for other, rank in enumerate(context.ranks) if rank != context.rank]
     connection: Any = context.store
     store = dist.PrefixStore(context.key, connection.clone())  # Gloo keeps the connection while it waits
-    make = partial(_connected, store, context.place, len(context.ranks), context.timeout)
+    make = partial(_group, store, place, len(context.ranks), context.timeout)
     try:
-        return within(context.timeout, make, "tritondt-gloo", partial(Answers.of(context).look, others))
+        found = within(context.timeout, make, "tritondt-gloo", partial(Answers.of(context).look, others))
     except TimeoutError:
-        named = [context.ranks[place] for place in others]
+        named = [context.ranks[other] for other in others]
         text = f"rank {context.rank} waited {context.timeout.total_seconds():g} s for ranks {named} to connect by Gloo"
         raise PeerError(text) from None
+    found._set_default_timeout(context.timeout * TIMEOUT_FACTOR)
+    return found
 
 
-def _connected(store: dist.Store, place: int, size: int, timeout: timedelta) -> Any:
+def _group(store: dist.Store, place: int, size: int, timeout: timedelta) -> Any:
     """Gloo's group, on the interface that a variable of ours or of NCCL's names."""
     interface = asked_interface()
     if interface is None:

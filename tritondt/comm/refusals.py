@@ -1,8 +1,8 @@
 """Operations that this rank refused, and the agreement that the others refused them too.
 
-Messages of NCCL have no tags. Where a rank refuses an operation that others have put into their streams, they wait for
-its messages, and would take those of its next operation for them. So a rank that has refused one sends nothing more
-before all ranks of the communicator have said that they refused it as well.
+Messages of NCCL have no tags, and Gloo tags those of a collective by how many it has run. Where a rank refuses an
+operation that others have begun, they wait for its messages, and would take those of its next operation for them. So a
+rank that has refused one sends nothing more before all ranks of the communicator have said that they refused it too.
 """
 
 import time
@@ -24,10 +24,13 @@ class Refusal(NamedTuple):
 
 
 class Refusals:
-    """The operations that one rank of a communicator has refused since it last agreed with the others: `open`."""
+    """The operations that one rank of a communicator has refused since it last agreed with the others: `open`.
 
-    def __init__(self, context: ProcessContext) -> None:
-        self._context = context
+    `why` is a clause that says why the transport cannot tell an operation from the next one.
+    """
+
+    def __init__(self, context: ProcessContext, why: str) -> None:
+        self._context, self._why = context, why
         self.open: list[Refusal] = []
 
     @cached_property
@@ -63,7 +66,7 @@ class Refusals:
             if why is not None:
                 raise PeerError(
                     f"rank {context.rank} refused operation {refusal.sequence} of {context.name} ({refusal.reason}), "
-                    f"and {why}; messages of NCCL have no tags, so nothing may follow what only some ranks refused"
+                    f"and {why}; {self._why}, so nothing may follow what only some ranks refused"
                 )
             time.sleep(_PAUSE_S)
 
