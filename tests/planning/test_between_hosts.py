@@ -199,5 +199,6 @@ def test_on_gpus_predicted_time_decides_and_collectives_come_first() -> None:
     fast = explain_layouts(source, target, 4, replace(CUDA, network=CUDA.host), dtype="float32", hosts=hosts)
     assert [step.kind for step in fast.steps] == ["exchange"]
     # The rings of an all_gather pass each host once, and share what crosses.
-    even = explain_layouts(*layouts_of((8,), (1024, 1024), "S0", "R"), 4, CUDA, dtype="float32", hosts=hosts)
+    source, target = layouts_of((8,), (1024, 1024), "S0", "R")
+    even = explain_layouts(source, target, 4, CUDA, dtype="float32", hosts=hosts)
     assert even.far_bytes * 8 == sum(row[2] for row in even.between_hosts) == 2 * 7 * 1024 * 1024 * 4 // 8
