@@ -28,6 +28,7 @@ from tritondt.comm.device_memory.driver import CudaDriver
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.transports.device_arenas import share_device_arenas
 from tritondt.comm.transports.nccl import NcclCommunicator
+from tritondt.comm.transports.table import Transport, register_transport
 from tritondt.process_group.futures import fail, succeed
 from tritondt.process_group.stream import NcclDevice
 
@@ -260,8 +261,7 @@ def use_fake_nccl() -> None:
     """Lets this process, which has made no world yet, carry tensors of the CPU by NCCL's transport on the double."""
     assert registry.find(identity.current()) is None, "the transport is chosen before the first world"
     path = build()
-    # The prices of the CPU's tensors are then those of messages, as NCCL's are, and not those of shared memory.
-    os.environ.update(TRITONDT_NCCL_SO=str(path), TRITONDT_TRANSPORT="sockets")
+    os.environ.update(TRITONDT_NCCL_SO=str(path), TRITONDT_TRANSPORT="nccl-double")
     fake = load(path)
     fake.set(FAKE_NCCL_PEER_LOSS="error")
 
@@ -270,6 +270,9 @@ def use_fake_nccl() -> None:
         arenas = share_device_arenas(member, number, torch.device("cpu"), lambda: CudaDriver(str(build_fake_cuda())))
         return NcclCommunicator(member, NcclLibrary(str(path), None), fake_streams(fake), arenas)
 
+    # The prices of the CPU's tensors are then those of messages, as NCCL's are, and not those of shared memory.
+    made = Transport("nccl-double", ("cpu",), NcclCommunicator, make, wire="NCCL", knows_hosts=True)
+    register_transport(made)
     keep(doubled("cpu", transport=make))
 
 

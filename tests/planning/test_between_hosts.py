@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -14,7 +15,9 @@ from tritondt.planning.across import make_plan_across
 from tritondt.planning.between_hosts import HostStep, MeshRanks
 from tritondt.planning.cost import CostTable
 from tritondt.planning.exchange import Exchange
+from tritondt.planning.explain import explain_layouts
 from tritondt.planning.planner import between_hosts, candidates, is_near, least_between_hosts, make_plan
+from tritondt.planning.prices import CUDA
 from tritondt.planning.traffic import crossing_elements, elements_between_hosts
 from tritondt.sharding.layout import Coordinate, Layout
 from tritondt.sharding.placement import Partial, parse_placements
@@ -173,3 +176,29 @@ def test_one_exchange_where_it_moves_as_little() -> None:
 def test_ranks_of_one_host_plan_as_ever() -> None:
     source, target = layouts_of((4,), (16, 16), "P", "R")
     assert make_plan(source, target, 4, CostTable(), "", (3, 3, 3, 3)) == make_plan(source, target, 4, CostTable())
+
+
+def test_on_gpus_predicted_time_decides_and_collectives_come_first() -> None:
+    """A large uneven gather goes in stages, a small one at once, an even one by NCCL, and explanations say why."""
+    hosts = (0, 0, 0, 0, 1, 1, 1, 1)
+    kinds, reasons = [], []
+    for side in (1001, 5, 1024):
+        source, target = layouts_of((8,), (side, side), "S0", "R")
+        found = explain_layouts(source, target, 4, CUDA, dtype="float32", hosts=hosts)
+        kinds.append([step.kind for step in found.steps])
+        reasons.append(found.reason)
+    assert kinds == [["exchange", "exchange"], ["exchange"], ["all_gather"]]
+    assert reasons == [
+        "stages over hosts: 77 us predicted and 4,008,004 bytes between hosts, against 106 us and 16,032,016 bytes "
+        "without them",
+        None,
+        "all_gather of NCCL: 45 us predicted against 108 us for messages of our own",
+    ]
+    # Where the link between hosts is as fast as the one inside, a stage has nothing to win.
+    source, target = layouts_of((8,), (1001, 1001), "S0", "R")
+    fast = explain_layouts(source, target, 4, replace(CUDA, network=CUDA.host), dtype="float32", hosts=hosts)
+    assert [step.kind for step in fast.steps] == ["exchange"]
+    # The rings of an all_gather pass each host once, and share what crosses.
+    source, target = layouts_of((8,), (1024, 1024), "S0", "R")
+    even = explain_layouts(source, target, 4, CUDA, dtype="float32", hosts=hosts)
+    assert even.far_bytes * 8 == sum(row[2] for row in even.between_hosts) == 2 * 7 * 1024 * 1024 * 4 // 8

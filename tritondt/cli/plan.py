@@ -15,6 +15,7 @@ from tritondt.cli.outputs import ProgressLine
 from tritondt.cli.plan_picture import LINK_HEADER, link_rows, spread_rows, write_html, write_png
 from tritondt.comm.transports.table import chosen, named, transports
 from tritondt.errors import LayoutError
+from tritondt.planning.alignment import DENSE, NCCL_ALIGNMENT
 from tritondt.planning.between_hosts import Hosts
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import Explanation, explain_layouts
@@ -64,15 +65,17 @@ def plan(
         raise click.UsageError(f"--html and --png both go to {html}")
     network = None if topology is None else parse_topology(topology)
     itemsize, costs = _item_bytes(dtype), _costs(device, transport)
-    hosts = _hosts(network, before.num_ranks) if device == "cpu" else ()
-    found = explain_layouts(before, after, itemsize, costs, coordinate, hosts=hosts)
+    hosts = _hosts(network, before.num_ranks)
+    alignment = NCCL_ALIGNMENT if device == "cuda" else DENSE
+    sides = before, after
+    found = explain_layouts(*sides, itemsize, costs, coordinate, alignment=alignment, dtype=dtype, hosts=hosts)
     fields, lines, of_torch = json.loads(found.to_json()), [str(found)], None
     if against is not None:
         fields["torch"], of_torch = _moved_by_torch(before, after, dtype, found, device)
         lines.append(of_torch)
     lists = any(found is not None for found in (html, png, network))
     if all_ranks or lists:
-        steps = make_plan(before, after, itemsize, costs, hosts=hosts)
+        steps = make_plan(before, after, itemsize, costs, dtype, hosts)
         with ProgressLine() as progress:
             progress.tell(f"counting what {before.num_ranks:,} ranks send")
             spreads = rank_totals(steps, itemsize).spreads

@@ -1,7 +1,6 @@
 """Bytes, messages and seconds of redistributions on one rank, as the planner has them."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ class Prices(NamedTuple):
         hosts = tuple(self.hosts[each] for each in movement.ranks)
         itemsize = getattr(torch, movement.dtype).itemsize
         coordinate = movement.source.coordinate(movement.ranks.index(rank))
-        given = (self.device_type, self.costs, hosts, movement.dtype, itemsize)
+        given = (self.costs, hosts, movement.dtype, itemsize)
         return _traffic(movement.source, movement.target, coordinate, *given)
 
     def total(self, movements: Mapping[Movement, int] | Iterable[tuple[Movement, int]], rank: int) -> Traffic:
@@ -50,26 +49,13 @@ def _traffic(
     source: Layout,
     target: Layout,
     coordinate: Coordinate,
-    device_type: str,
     costs: CostTable,
     hosts: tuple[int, ...],
     dtype: str,
     itemsize: int,
 ) -> Traffic:
-    is_far = len(set(hosts)) > 1
-    known = hosts if is_far and device_type == "cpu" else ()
-    found = explain_layouts(source, target, itemsize, costs, coordinate, dtype=dtype, hosts=known)
-    seconds = found.seconds
-    if is_far and not known:
-        # The planner takes ranks of a mesh for neighbours; those of a slice may be far apart.
-        near = min(hosts.count(host) for host in hosts)
-        apart = replace(costs, ranks_per_host=near)
-        seconds = explain_layouts(source, target, itemsize, apart, coordinate, dtype=dtype).seconds
-    far = found.far_bytes
-    if is_far and not known:
-        others = len(hosts) - hosts.count(hosts[source.position(coordinate)])
-        far = found.received_bytes * others // (len(hosts) - 1)
-    return Traffic(found.sent_bytes, found.received_bytes, far, found.messages, seconds)
+    found = explain_layouts(source, target, itemsize, costs, coordinate, dtype=dtype, hosts=hosts)
+    return Traffic(found.sent_bytes, found.received_bytes, found.far_bytes, found.messages, found.seconds)
 
 
 def built_in_prices(device_type: str, num_ranks: int, ranks_per_host: int, costs: CostTable | None) -> Prices:

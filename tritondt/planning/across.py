@@ -15,7 +15,7 @@ from tritondt.planning.between_hosts import Hosts, MeshRanks, host_forms
 from tritondt.planning.cost import CostTable
 from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import MAX_COUNTED, Plan, Step, StepKind
-from tritondt.planning.planner import Steps, make_plan, with_fewest_between
+from tritondt.planning.planner import Steps, fitting_hosts, make_plan
 from tritondt.sharding.layout import Coordinate, Layout
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 
@@ -48,12 +48,18 @@ def make_plan_across(
     found = list(_candidates(source, source_ranks, target, target_ranks, itemsize, costs))
     ranks = MeshRanks(source_ranks, target_ranks)
     if len(set(hosts)) > 1:
+        if costs.stages_by_time:
+            found = [_fewest(found, ranks)]
         knowing = [(crossing, len(steps), steps) for crossing, steps in host_forms(source, target, hosts, ranks)]
-        found = with_fewest_between(knowing, found, hosts, ranks.either)
-    chosen = found[-1]
+        found = fitting_hosts(knowing, found, itemsize, costs, hosts, ranks.either)
+    return Plan(source, target, _fewest(found, ranks), source_ranks, target_ranks)
+
+
+def _fewest(found: list[Steps], ranks: MeshRanks) -> Steps:
+    """The form with the fewest bytes; the last one where ranks are too many to be counted."""
     if len(found) > 1 and len(ranks.either) <= MAX_COUNTED:
-        chosen = min(found, key=_price)
-    return Plan(source, target, chosen, source_ranks, target_ranks)
+        return min(found, key=_price)
+    return found[-1]
 
 
 def _price(steps: Steps) -> tuple[int, int, int]:

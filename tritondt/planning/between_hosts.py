@@ -406,6 +406,8 @@ def _cover(terms: Mapping[int, Mapping[int, object]], num_terms: int, wanting: S
     """
     full = tuple(sorted(host for host, held in terms.items() if len(held) == num_terms))
     terms_of, lacking = dict[int, tuple[int, ...]](), set(range(num_terms))
+    if not full and sum(map(len, terms.values())) == num_terms:  # each term is on one host
+        return _Cover(full, {host: tuple(sorted(held)) for host, held in sorted(terms.items())})
     while lacking and not full:
         host = min(terms, key=lambda host: (-len(lacking.intersection(terms[host])), host not in wanting, host))
         terms_of[host] = tuple(sorted(lacking.intersection(terms[host])))

@@ -6,17 +6,21 @@ where they are not. A price by a rank's own bytes would let ranks choose differe
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from math import inf, prod
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from tritondt.errors import ArgumentError
 from tritondt.planning.alignment import STAGING_ALIGNMENT
 from tritondt.planning.between_hosts import HostStep
-from tritondt.planning.collectives import ALL, EXACT, NONE, WIDE, Collective
+from tritondt.planning.collectives import ALL, EXACT, NONE, WIDE, Collective, group_of
+from tritondt.planning.exchange import Exchange
 from tritondt.planning.plan import Step
 from tritondt.planning.slots import chunk_bytes, device_slots, slot_bytes
 from tritondt.planning.traffic import estimated_elements, estimated_peers
+from tritondt.sharding.coordinates import coordinate_at
 
 _MAY_BE_ZERO = (
     "launch_s",
@@ -26,7 +30,10 @@ _MAY_BE_ZERO = (
     "slot_launch_s",
     "collective_launch_s",
     "registered_bytes",
+    "stages_by_time",
 )
+# Ranks on several hosts whose messages are all listed to price a step.
+_MOST_LISTED = 64
 _Table = TypeVar("_Table", "Link", "CostTable")
 
 
@@ -59,6 +66,8 @@ class CostTable:
     takes `collective_launch_s`, and moves bytes `collective_speedup` times as fast as messages do on the same link.
     With `registered_bytes` they may also go through so much memory of each rank, of NCCL's allocation and registered
     with a communicator once: copied in and out, `registered_speedup` times as fast again, in two hops within a host.
+    On several hosts the form with the fewest bytes between these is taken where `stages_by_time` is 0. Where it is 1,
+    that form is taken if it is predicted to be the fastest, and if NCCL is offered no collective for the transfer.
     """
 
     device: Link = Link(2e-6, 400e9)
@@ -81,6 +90,7 @@ class CostTable:
     collective_speedup: float = 1.0
     registered_bytes: int = 0
     registered_speedup: float = 1.0
+    stages_by_time: int = 0
 
     def to_json(self) -> str:
         """Text of the table, the form in which ranks agree on one."""
@@ -185,6 +195,8 @@ def _check_price(name: str, price: Any, of_kind: type) -> None:
         is_allowed, allowed = is_number and price <= 1, "number from 0 to 1"
     elif name == "collectives":
         is_allowed, allowed = price in (NONE, EXACT, WIDE, ALL) and is_number, "whole number from 0 to 3"
+    elif name == "stages_by_time":
+        is_allowed, allowed = price in (0, 1) and is_number, "whole number from 0 to 1"
     elif name in _MAY_BE_ZERO:
         is_allowed = is_number and of_kind(price) == price
         allowed = "whole number of 0 or more" if of_kind is int else "number of 0 or more"
@@ -204,8 +216,22 @@ class StepCost:
     seconds: float
 
 
-def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
-    """Cost of a step whose elements have `itemsize` bytes."""
+def step_cost(
+    step: Step, itemsize: int, costs: CostTable, host_of: Mapping[int, int] = MappingProxyType({})
+) -> StepCost:
+    """Cost of a step whose elements have `itemsize` bytes.
+
+    `host_of` has the host of each position in the mesh, or of each rank of two meshes, ascending, where these are on
+    several. Up to 64 ranks the links of all messages are then priced, above them the link between hosts.
+    """
+    if host_of and step.moving_axes:
+        if step.collective is not None:
+            num_hosts = _most_hosts(step.collective, step.source.mesh_shape, host_of)
+            return _collective_cost(step.collective, itemsize, costs, num_hosts)
+        if len(host_of) <= _MOST_LISTED:
+            return _cost_on_hosts(step, itemsize, costs, host_of)
+        if not isinstance(step, HostStep):
+            costs = replace(costs, ranks_per_host=1)
     if step.source_ranks is not None:
         return _cost_across(step, itemsize, costs)
     if step.collective is not None:
@@ -221,6 +247,40 @@ def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
     launch_s = costs.slot_launch_s if link is costs.slots else costs.launch_s
     moving_s = received_bytes / link.bandwidth + received_bytes / costs.copy_bandwidth
     return StepCost(num_peers, received, launch_s + num_peers * link.latency_s + moving_s)
+
+
+def _cost_on_hosts(step: Step, itemsize: int, costs: CostTable, host_of: Mapping[int, int]) -> StepCost:
+    """Cost of messages over the links that they take, of the busiest rank."""
+    found = [_cost_of_rank(step.exchange_of(rank), rank, itemsize, costs, host_of) for rank in host_of]
+    return StepCost(
+        max(cost.num_peers for cost in found),
+        max(cost.received_elements for cost in found),
+        max(cost.seconds for cost in found),
+    )
+
+
+def _cost_of_rank(found: Exchange, rank: int, itemsize: int, costs: CostTable, host_of: Mapping[int, int]) -> StepCost:
+    """Cost of a rank's part in a step: of what it sends or of what it receives, whichever takes longer."""
+    fits, own, moving_s, placed = costs.slot_bytes(len(host_of)), host_of[rank], [0.0], True
+    for messages in (found.sends, found.receives):
+        seconds = 0.0
+        for message in messages:
+            num_bytes = message.numel * itemsize
+            link = costs.network if host_of[message.peer] != own else costs.slots if num_bytes <= fits else costs.host
+            placed = placed and link is costs.slots
+            seconds += link.latency_s + num_bytes / link.bandwidth
+        moving_s.append(seconds)
+    received = sum(message.numel for message in found.receives)
+    copied = received + sum(part.numel for part in found.keeps)
+    launch_s = costs.slot_launch_s if placed and fits else costs.launch_s
+    seconds = launch_s + max(moving_s) + copied * itemsize / costs.copy_bandwidth
+    return StepCost(max(len(found.sends), len(found.receives)), float(received), seconds)
+
+
+def _most_hosts(collective: Collective, mesh_shape: tuple[int, ...], host_of: Mapping[int, int]) -> int:
+    """The most hosts that ranks of one group of a collective are on."""
+    groups = {group_of(mesh_shape, collective.axes, coordinate_at(place, mesh_shape)) for place in host_of}
+    return max(len({host_of[place] for place in group}) for group in groups)
 
 
 def _cost_across(step: Step, itemsize: int, costs: CostTable) -> StepCost:
@@ -245,23 +305,39 @@ def _between_hosts_cost(step: HostStep, itemsize: int, costs: CostTable) -> Step
     return StepCost(num_peers, float(received), costs.launch_s + moving_s + copied * itemsize / costs.copy_bandwidth)
 
 
-def _collective_cost(collective: Collective, itemsize: int, costs: CostTable) -> StepCost:
-    link, received = costs.link(collective.span or collective.num_ranks), collective.moved_elements
+def _collective_cost(collective: Collective, itemsize: int, costs: CostTable, num_hosts: int = 0) -> StepCost:
+    """Cost of a collective among ranks of so many hosts, 0 for those of consecutive ranks by the prices."""
     if collective.registered_bytes:
-        return _registered_cost(collective, itemsize, costs)
+        return _registered_cost(collective, itemsize, costs, num_hosts)
     copying_s = 0.0 if collective.is_dense else costs.launch_s + collective.numel * itemsize / costs.copy_bandwidth
-    moving_s = collective.num_hops * link.latency_s + received * itemsize / (link.bandwidth * costs.collective_speedup)
-    return StepCost(1, float(received), costs.collective_launch_s + moving_s + copying_s)
+    moving_s = _ring_s(collective, itemsize, costs, num_hosts, collective.num_hops, costs.collective_speedup)
+    return StepCost(1, float(collective.moved_elements), costs.collective_launch_s + moving_s + copying_s)
 
 
-def _registered_cost(collective: Collective, itemsize: int, costs: CostTable) -> StepCost:
+def _ring_s(
+    collective: Collective, itemsize: int, costs: CostTable, num_hosts: int, num_hops: int, speedup: float
+) -> float:
+    """Seconds of the hops and bytes of a collective; between known hosts rings share the ranks' links."""
+    moved_bytes, num_ranks = collective.moved_elements * itemsize, collective.num_ranks
+    if num_hosts < 2:
+        link = costs.host if num_hosts else costs.link(collective.span or num_ranks)
+        return num_hops * link.latency_s + moved_bytes / (link.bandwidth * speedup)
+    far_hops = min(num_hops, collective._replace(num_ranks=num_hosts).num_hops)
+    near_s = moved_bytes * (num_ranks - num_hosts) / num_ranks / costs.host.bandwidth
+    far_s = moved_bytes * num_hosts / num_ranks / costs.network.bandwidth
+    waiting_s = far_hops * costs.network.latency_s + (num_hops - far_hops) * costs.host.latency_s
+    return waiting_s + max(near_s, far_s) / speedup
+
+
+def _registered_cost(collective: Collective, itemsize: int, costs: CostTable, num_hosts: int) -> StepCost:
     """Cost of a collective through registered memory; infinite seconds where it needs more than there is."""
-    link, received = costs.link(collective.span or collective.num_ranks), collective.moved_elements
+    received = collective.moved_elements
     copied = sum(collective.sides) * itemsize
     if copied + STAGING_ALIGNMENT > collective.registered_bytes:
         return StepCost(1, float(received), inf)
-    num_hops = collective.num_hops if link is costs.network else min(collective.num_hops, 2)
-    speed = link.bandwidth * costs.collective_speedup * costs.registered_speedup
-    moving_s = num_hops * link.latency_s + received * itemsize / speed
+    is_far = num_hosts > 1 if num_hosts else costs.link(collective.span or collective.num_ranks) is costs.network
+    num_hops = collective.num_hops if is_far else min(collective.num_hops, 2)
+    speedup = costs.collective_speedup * costs.registered_speedup
+    moving_s = _ring_s(collective, itemsize, costs, num_hosts, num_hops, speedup)
     copying_s = costs.launch_s + copied / costs.copy_bandwidth
     return StepCost(1, float(received), costs.collective_launch_s + moving_s + copying_s)

@@ -7,12 +7,22 @@ from html import escape
 from math import prod
 from typing import Any
 
+from tritondt.planning.across import make_plan_across
 from tritondt.planning.alignment import DENSE, Alignment
-from tritondt.planning.between_hosts import Hosts
+from tritondt.planning.between_hosts import Hosts, HostStep, MeshRanks, host_forms
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Plan, Step
-from tritondt.planning.planner import is_near, make_plan, why_collective, why_more_bytes
+from tritondt.planning.planner import (
+    between_hosts,
+    fastest_on_hosts,
+    forms_knowing_hosts,
+    is_near,
+    make_plan,
+    seconds_on_hosts,
+    why_collective,
+    why_more_bytes,
+)
 from tritondt.planning.step_chart import step_chart
 from tritondt.planning.step_report import StepReport, WireSize, cast_report, collective_report, near_ranks, step_report
 from tritondt.planning.storage import rank_blocks
@@ -241,21 +251,27 @@ def explain_plan(
     for step in plan.steps:
         found = step.exchange_of(rank)
         peers.update(message.peer for message in (*found.sends, *found.receives))
+        moving_wire = wire if step.moving_axes else None
+        sent_itemsize = itemsize if moving_wire is None else moved_itemsize
+        seconds = step_cost(step, sent_itemsize, costs, host_of if len(set(hosts)) > 1 else {}).seconds
         if step.collective is not None:
-            report = collective_report(step, step.collective, itemsize, costs, plan.coordinate(rank))
-        elif wire is None or not step.moving_axes:
-            seconds, stored = step_cost(step, itemsize, costs).seconds, rank_blocks(step, rank)
+            report = collective_report(step, step.collective, itemsize, seconds, plan.coordinate(rank))
+        elif moving_wire is None:
+            stored = rank_blocks(step, rank)
             chunk_bytes = costs.chunk_bytes(own_host) if not hosts or is_near(step, hosts, ranks) else 0
             report = step_report(step, found, stored, itemsize, seconds, chunk_bytes, alignment, near)
         else:
-            report = cast_report(step, found, wire, step_cost(step, wire.wire_itemsize, costs).seconds)
+            report = cast_report(step, found, moving_wire, seconds)
         reports.append(report)
         peak = max(peak, report.packed_bytes + report.staged_bytes + _between_bytes(plan.steps, step, rank, itemsize))
     far = elements_between_hosts(plan.steps, host_of, [rank])
     between = elements_between_hosts(plan.steps, host_of, ranks if len(hosts) <= _MOST_COUNTED else ())
-    reasons = list[str | None]()
+    reasons = [_why_stages(plan, moved_itemsize, costs, hosts, dtype)]
     if not is_across:
-        reasons += why_more_bytes(plan, moved_itemsize, costs), why_collective(plan, moved_itemsize, costs, dtype)
+        reasons += (
+            why_more_bytes(plan, moved_itemsize, costs, hosts),
+            why_collective(plan, moved_itemsize, costs, dtype, hosts),
+        )
     return Explanation(
         source=_side_text(plan.source, plan.source_ranks),
         target=_side_text(plan.target, plan.target_ranks),
@@ -270,6 +286,39 @@ def explain_plan(
         reason="\n".join(filter(None, reasons)) or None,
         far_bytes=sum(far.values()) * moved_itemsize,
         between_hosts=tuple((*pair, numel * moved_itemsize) for pair, numel in sorted(between.items())),
+    )
+
+
+def _why_stages(plan: Plan, itemsize: int, costs: CostTable, hosts: Hosts, dtype: str) -> str | None:
+    """The reason why a plan over several hosts knows them or not, where predicted time decides; None where not."""
+    if not costs.stages_by_time or len(set(hosts)) < 2 or any(step.collective for step in plan.steps):
+        return None
+    sides = plan.source, plan.target
+    if plan.source_ranks is None or plan.target_ranks is None:
+        ranks: Sequence[int] = range(len(hosts))
+        plain, knowing = make_plan(*sides, itemsize, costs, dtype), forms_knowing_hosts(*sides, hosts)
+    else:
+        ranks = plan.ranks
+        meshes = MeshRanks(plan.source_ranks, plan.target_ranks)
+        plain = make_plan_across(plan.source, meshes.source, plan.target, meshes.target, itemsize, costs)
+        knowing = [(number, len(steps), steps) for number, steps in host_forms(*sides, hosts, meshes)]
+    if not knowing or any(step.collective for step in plain.steps):
+        return None
+    knows = any(isinstance(step, HostStep) for step in plan.steps)
+    staged = plan.steps if knows else fastest_on_hosts(knowing, itemsize, costs, hosts, ranks)
+    others = (plain.steps, "without them") if knows else (staged, "in stages")
+    (own_s, own_bytes), (other_s, other_bytes) = (
+        (
+            seconds_on_hosts(steps, itemsize, costs, hosts, ranks) * 1e6,
+            between_hosts(steps, hosts, () if plan.source_ranks is None else ranks) * itemsize,
+        )
+        for steps in (plan.steps, others[0])
+    )
+    if not knows and other_bytes >= own_bytes:
+        return None
+    return (
+        f"{'stages' if knows else 'no stages'} over hosts: {own_s:.0f} us predicted and {own_bytes:,} bytes between "
+        f"hosts, against {other_s:.0f} us and {other_bytes:,} bytes {others[1]}"
     )
 
 

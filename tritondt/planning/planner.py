@@ -24,6 +24,8 @@ from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 
 Steps = tuple[Step, ...]
+# A form that knows hosts, after its elements between hosts and the number of its steps.
+Knowing = tuple[int, int, Steps]
 # Ranks whose messages are counted to know what a plan moves between hosts, and what an estimate may be too high.
 _MOST_COUNTED, _SAMPLED_EXCESS = 64, 1.02
 
@@ -44,39 +46,68 @@ def make_plan(
     if source is target:
         return Plan(source, target, ())
     found = candidates(source, target, costs, dtype)
-    if len(set(hosts)) > 1:
-        found = _with_least_between(source, target, hosts, found)
-    return Plan(source, target, min(_ranked(found, itemsize, costs))[-1])
+    if len(set(hosts)) > 1 and all(steps[-1].collective is None for steps in found if steps):
+        if costs.stages_by_time:
+            found = [min(_ranked(found, itemsize, costs, hosts))[-1]]
+        found = fitting_hosts(forms_knowing_hosts(source, target, hosts), found, itemsize, costs, hosts)
+    return Plan(source, target, min(_ranked(found, itemsize, costs, hosts))[-1])
 
 
-def _with_least_between(source: Layout, target: Layout, hosts: Hosts, found: list[Steps]) -> list[Steps]:
-    """Forms of one mesh with the fewest elements between hosts."""
+def forms_knowing_hosts(source: Layout, target: Layout, hosts: Hosts) -> list[Knowing]:
+    """Forms of one mesh that know hosts, as `fitting_hosts` takes them."""
     scaled = _with_scaled_terms(source, target)
     middle = _without_free_terms(scaled, target)
     first: Steps = () if scaled is source else (Step("scale", source, scaled),)
     last: Steps = () if middle is target else _direct(middle, target)[0]
-    knowing = [
+    return [
         (num_crossing + between_hosts(last, hosts), len(steps), first + steps + last)
         for num_crossing, steps in host_forms(scaled, middle, hosts)
     ]
-    return with_fewest_between(knowing, found, hosts)
 
 
-def with_fewest_between(
-    knowing: Sequence[tuple[int, int, Steps]], found: list[Steps], hosts: Hosts, ranks: Sequence[int] = ()
+def fitting_hosts(
+    knowing: Sequence[Knowing],
+    found: list[Steps],
+    itemsize: int,
+    costs: CostTable,
+    hosts: Hosts,
+    ranks: Sequence[int] = (),
 ) -> list[Steps]:
-    """Forms with the fewest elements between hosts: of those `found` where these do, else of those that know hosts.
+    """The forms to choose from on several hosts: `found`, or of `knowing` those that are better there.
 
-    `knowing` has the latter, each with its elements between hosts and its number of steps: those with the fewest steps
-    are taken. For `ranks` see `between_hosts`.
+    Better are those with the fewest elements between hosts, and of them those with the fewest steps; or the fastest
+    one, where prices have `stages_by_time`: `found` is then the one form that is taken without hosts. For `ranks` see
+    `between_hosts`.
     """
     if not knowing:
         return found
+    if costs.stages_by_time:
+        staged = fastest_on_hosts(knowing, itemsize, costs, hosts, ranks)
+        least_s = min(seconds_on_hosts(steps, itemsize, costs, hosts, ranks) for steps in found)
+        return found if least_s <= seconds_on_hosts(staged, itemsize, costs, hosts, ranks) else [staged]
     least, fewest = min(form[:2] for form in knowing)
     crossing = [between_hosts(steps, hosts, ranks) for steps in found]
     if min(crossing) <= least * (1 if len(hosts) <= _MOST_COUNTED else _SAMPLED_EXCESS):
         return [steps for steps, num_crossing in zip(found, crossing, strict=True) if num_crossing == min(crossing)]
     return [steps for num_crossing, num_steps, steps in knowing if (num_crossing, num_steps) == (least, fewest)]
+
+
+def fastest_on_hosts(
+    knowing: Sequence[Knowing], itemsize: int, costs: CostTable, hosts: Hosts, ranks: Sequence[int] = ()
+) -> Steps:
+    """The form that is predicted to be the fastest, of equals the one with fewer elements between hosts.
+
+    Above 64 ranks, whose messages take long to be listed, only the form with the fewest elements is looked at.
+    """
+    if len(hosts) > _MOST_COUNTED:
+        return min(knowing, key=lambda form: form[:2])[2]
+    return min(knowing, key=lambda form: (seconds_on_hosts(form[2], itemsize, costs, hosts, ranks), form[:2]))[2]
+
+
+def seconds_on_hosts(steps: Steps, itemsize: int, costs: CostTable, hosts: Hosts, ranks: Sequence[int] = ()) -> float:
+    """Predicted seconds of a form by the links that its messages take. For `ranks` see `between_hosts`."""
+    host_of = dict(zip(ranks or range(len(hosts)), hosts, strict=True))
+    return sum(step_cost(step, itemsize, costs, host_of).seconds for step in steps)
 
 
 def is_near(step: Step, hosts: Hosts, ranks: Sequence[int] = ()) -> bool:
@@ -141,12 +172,13 @@ def check_pair(source: Layout, target: Layout) -> None:
 
 
 def _ranked(
-    found: Sequence[Steps], itemsize: int, costs: CostTable
+    found: Sequence[Steps], itemsize: int, costs: CostTable, hosts: Hosts = ()
 ) -> Iterator[tuple[float, float, float, int, Steps]]:
     """Candidates with their sort key: peers above the limit, bytes, seconds, place in the list."""
     priced = []
+    host_of = _regarded(hosts, costs)
     for steps in found:
-        single = [step_cost(step, itemsize, costs) for step in steps]
+        single = [step_cost(step, itemsize, costs, host_of) for step in steps]
         peers = max(cost.num_peers for cost in single)
         received = sum(cost.received_elements for cost in single)
         priced.append((peers, received, sum(cost.seconds for cost in single)))
@@ -160,7 +192,12 @@ def _ranked(
         yield excess, 0.0 if crowded else float(f"{counted:.6g}"), seconds, place, steps
 
 
-def why_more_bytes(plan: Plan, itemsize: int, costs: CostTable) -> str | None:
+def _regarded(hosts: Hosts, costs: CostTable) -> dict[int, int]:
+    """The host of each position in the mesh, where links between hosts count in the choice between forms."""
+    return dict(enumerate(hosts)) if costs.stages_by_time and len(set(hosts)) > 1 else {}
+
+
+def why_more_bytes(plan: Plan, itemsize: int, costs: CostTable, hosts: Hosts = ()) -> str | None:
     """The reason why a plan brings a rank more bytes than another form would; None where it brings the fewest.
 
     >>> from tritondt.planning.prices import CUDA
@@ -169,11 +206,13 @@ def why_more_bytes(plan: Plan, itemsize: int, costs: CostTable) -> str | None:
     every term goes to everybody in one step, 57,344 bytes a rank: 29 us predicted against 58 us for 14,336 bytes in \
     2 steps; up to 262,144 bytes latency decides
     """
-    if not plan.steps:
+    if not plan.steps or any(isinstance(step, HostStep) for step in plan.steps):
         return None
 
+    host_of = _regarded(hosts, costs)
+
     def priced(steps: Steps) -> tuple[float, float, Steps]:
-        single = [step_cost(step, itemsize, costs) for step in steps]
+        single = [step_cost(step, itemsize, costs, host_of) for step in steps]
         return sum(cost.received_elements for cost in single) * itemsize, sum(cost.seconds for cost in single), steps
 
     own, limit = priced(plan.steps), costs.one_shot_limit(plan.target.num_ranks)
@@ -187,7 +226,7 @@ def why_more_bytes(plan: Plan, itemsize: int, costs: CostTable) -> str | None:
     )
 
 
-def why_collective(plan: Plan, itemsize: int, costs: CostTable, dtype: str) -> str | None:
+def why_collective(plan: Plan, itemsize: int, costs: CostTable, dtype: str, hosts: Hosts = ()) -> str | None:
     """The reason why a plan is a collective of NCCL, or is none where there is one; None where there is none.
 
     >>> from tritondt.planning.prices import CUDA
@@ -200,10 +239,10 @@ def why_collective(plan: Plan, itemsize: int, costs: CostTable, dtype: str) -> s
     collected = [steps for steps in found if steps[-1].collective is not None]
     if not collected:
         return None
-    one = min(_ranked(collected, itemsize, costs))
+    one = min(_ranked(collected, itemsize, costs, hosts))
     collective = one[-1][-1].collective
     assert collective is not None, "a form that was chosen for its collective"
-    own = min(_ranked([steps for steps in found if steps[-1].collective is None], itemsize, costs))
+    own = min(_ranked([steps for steps in found if steps[-1].collective is None], itemsize, costs, hosts))
     names = (collective.name, one[2]), ("messages of our own", own[2])
     (taken, taken_s), (other, other_s) = names if plan.steps[-1].collective is not None else names[::-1]
     return f"{taken}: {taken_s * 1e6:.0f} us predicted against {other_s * 1e6:.0f} us for {other}"

@@ -41,6 +41,8 @@ CUDA = CostTable(
     collectives=WIDE,
     # One kernel and nothing packed, a guess.
     collective_launch_s=5e-6,
+    # A stage takes a launch more, which small transfers do not win back.
+    stages_by_time=1,
 )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tritondt.planning.alignment import DENSE, Alignment
 from tritondt.planning.collectives import Collective
-from tritondt.planning.cost import CostTable, step_cost
+from tritondt.planning.cost import CostTable
 from tritondt.planning.exchange import Exchange, Message, Part
 from tritondt.planning.plan import Step
 from tritondt.planning.storage import Block, contiguous_offset
@@ -119,7 +119,7 @@ def _in_place_bytes(
 
 
 def collective_report(
-    step: Step, collective: Collective, itemsize: int, costs: CostTable, coordinate: Coordinate
+    step: Step, collective: Collective, itemsize: int, seconds: float, coordinate: Coordinate
 ) -> StepReport:
     """Report of a step that NCCL does: its bytes are a ring's, to and from all others of the rank's group."""
     gathers, num_peers = collective.op is None, collective.num_ranks - 1
@@ -140,7 +140,7 @@ def collective_report(
         received_bytes=moved,
         packed_bytes=packed,
         staged_bytes=staged,
-        seconds=step_cost(step, itemsize, costs).seconds,
+        seconds=seconds,
     )
 
 

@@ -16,11 +16,13 @@ from math import prod
 
 from tritondt.errors import LayoutError
 from tritondt.planning.between_hosts import Hosts, HostStep
+from tritondt.planning.collectives import Collective, group_of
 from tritondt.planning.exchange import Route
 from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Plan, Step, common_cuts
 from tritondt.planning.spread import Spread
 from tritondt.sharding import intervals as regions
+from tritondt.sharding.coordinates import coordinate_at, position_of
 from tritondt.sharding.cut import ChunkCut
 from tritondt.sharding.intervals import Intervals, Region
 from tritondt.sharding.layout import Coordinate, Layout
@@ -139,6 +141,11 @@ def rank_traffic(plan: Plan, itemsize: int) -> RankTraffic:
     total = 0
     for step in plan.steps:
         for rank, coordinate in enumerate(plan.source.coordinates()) if step.moving_axes else ():
+            if step.collective is not None:
+                group, numel = ring_of(step, step.collective, rank)
+                links[rank, group[(group.index(rank) + 1) % len(group)]] += numel * itemsize
+                messages[rank] += 1
+                continue
             sends = step.exchange(coordinate).sends
             total += len(sends)
             if total > MOST_MESSAGES:
@@ -159,7 +166,8 @@ def elements_between_hosts(
     """Elements that some ranks receive from other hosts in all of some steps, by sending and receiving host.
 
     `hosts` has the number of the host of each position in the mesh, and `ranks` are such positions; between two meshes
-    those of each rank of either, and such ranks.
+    those of each rank of either, and such ranks. Of a collective of NCCL the elements are those of rings that pass
+    through host after host and share the ranks' links: each rank receives an equal part.
 
     >>> from tritondt.sharding.placement import parse_placements
     >>> source, target = (Layout((4,), parse_placements(text), (8,)) for text in ("S0", "R"))
@@ -170,10 +178,35 @@ def elements_between_hosts(
     moving = [step for step in steps if step.moving_axes]
     for rank in ranks if hosts else ():
         for step in moving:
+            if step.collective is not None:
+                for pair, numel in _share_of_rings(step, step.collective, hosts, rank):
+                    found[pair] += numel
+                continue
             for message in step.exchange_of(rank).receives:
                 if hosts[message.peer] != hosts[rank]:
                     found[hosts[message.peer], hosts[rank]] += message.numel
     return dict(found)
+
+
+def _share_of_rings(
+    step: Step, collective: Collective, hosts: Mapping[int, int] | Hosts, rank: int
+) -> Iterator[tuple[tuple[int, int], int]]:
+    """Elements that a rank receives from other hosts as its part of a collective's rings, by hosts that send them."""
+    group, moved = ring_of(step, collective, rank)
+    in_turn = sorted({hosts[position] for position in group})
+    place, count = group.index(rank), len(group)
+    part = moved * (place + 1) // count - moved * place // count
+    for before, after in zip(in_turn[-1:] + in_turn[:-1], in_turn, strict=True):
+        if before != after:
+            yield (before, after), part
+
+
+def ring_of(step: Step, collective: Collective, rank: int) -> tuple[tuple[int, ...], int]:
+    """The group of a rank in a step that is a collective of NCCL, and the elements that each of it sends in a ring."""
+    coordinate = coordinate_at(rank, step.source.mesh_shape)
+    whole = step.target_layout if collective.op is None else step.route.source_layout
+    group = group_of(step.source.mesh_shape, collective.axes, coordinate)
+    return group, collective._replace(numel=prod(whole.local_shape(coordinate))).moved_elements
 
 
 def crossing_elements(step: Step, hosts: Hosts) -> int | None:
@@ -274,6 +307,8 @@ def step_traffic(step: Step) -> StepTraffic:
     """Counts of a step on one mesh, whatever its kind."""
     if isinstance(step, HostStep):
         return _HostTraffic(step)
+    if step.collective is not None:
+        return _RingTraffic(step, step.collective)
     if isinstance(step.source, FlatPieces):
         return _GatherTraffic(step, step.source)
     return _PieceTraffic(step, step.target) if isinstance(step.target, FlatPieces) else _RouteTraffic(step)
@@ -292,6 +327,25 @@ class _HostTraffic(StepTraffic):
 
     def arriving(self, coordinate: Coordinate) -> int:
         return sum(message.numel for message in self._step.exchange(coordinate).receives)
+
+
+class _RingTraffic(StepTraffic):
+    """A collective of NCCL, as a ring of each group in the order of its ranks."""
+
+    def __init__(self, step: Step, collective: Collective) -> None:
+        super().__init__(step)
+        self._collective = collective
+
+    def served(self, coordinate: Coordinate) -> tuple[Pairs, ...]:
+        rank = position_of(coordinate, self._step.source.mesh_shape)
+        group, numel = ring_of(self._step, self._collective, rank)
+        return (array("q", (group[(group.index(rank) + 1) % len(group)], numel)).tobytes(),)
+
+    def kept(self, coordinate: Coordinate) -> int:
+        return 0
+
+    def arriving(self, coordinate: Coordinate) -> int:
+        return ring_of(self._step, self._collective, position_of(coordinate, self._step.source.mesh_shape))[1]
 
 
 class _Holders:

@@ -11,6 +11,7 @@ from tritondt import identity
 from tritondt.comm import world
 from tritondt.comm.communicator import Communicator, Role
 from tritondt.comm.packing.wire_dtype import is_scaled, narrower
+from tritondt.comm.transports import table as transport_table
 from tritondt.errors import LayoutError, LocalTensorError, MeshError
 from tritondt.errors.arguments import checked
 from tritondt.kernels.boxes import SCALE_BYTES
@@ -29,6 +30,7 @@ from tritondt.planning.storage import rank_blocks
 from tritondt.planning.traffic import step_traffic
 from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep, Side, Start, compiled_step, step_text
 from tritondt.sharding.coordinates import ranks_text
+from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Partial, Placement
 from tritondt.sharding.spec import DTensorSpec, target_spec
 
@@ -85,7 +87,7 @@ def plan_for(
 def hosts_of(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None) -> Hosts:
     """Hosts of the ranks of a plan, for the fewest bytes between these; () where all are on one host.
 
-    They are of the positions of the one mesh, or of the ranks of either of two, ascending. NCCL knows the hosts itself.
+    They are of the positions of the one mesh, or of the ranks of either of two, ascending.
     Elements that travel with scales are rounded at every step, and take only one.
     """
     ranks = source.mesh.ranks
@@ -93,12 +95,12 @@ def hosts_of(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype |
         ranks = MeshRanks(ranks, target.mesh.ranks).either
     if wire_dtype is not None and is_scaled(wire_dtype):
         return ()
-    return hosts_of_ranks(ranks, source.mesh.device_type)
+    return hosts_of_ranks(ranks)
 
 
-def hosts_of_ranks(ranks: tuple[int, ...], device_type: str) -> Hosts:
-    """Hosts of ranks, in their order, for the fewest bytes between these; () where all are on one, and on GPUs."""
-    if device_type != "cpu" or len(ranks) == 1:
+def hosts_of_ranks(ranks: tuple[int, ...]) -> Hosts:
+    """Hosts of ranks, in their order, for the fewest bytes between these; () where all are on one."""
+    if len(ranks) == 1:
         return ()
     found = world.current().hosts(ranks)
     return found if len(set(found)) > 1 else ()
@@ -141,17 +143,19 @@ def _carried(
     else:
         plan = plan_across(source, target, wire_dtype)
         whole = tuple(plan.ranks)
-        carriers = carriers_on_hosts(plan, whole, source.mesh.identity.rank, hosts)
+        carriers = carriers_on_hosts(plan, whole, source.mesh, hosts)
     return plan, max(carriers, key=len, default=()) or whole, carriers
 
 
-def carriers_on_hosts(plan: Plan, ranks: tuple[int, ...], rank: int, hosts: Hosts) -> tuple[tuple[int, ...], ...]:
-    """Ranks that exchange in each step of a plan of `ranks`: all, those of the host of `rank` where these do, or none.
+def carriers_on_hosts(plan: Plan, ranks: tuple[int, ...], mesh: Mesh, hosts: Hosts) -> tuple[tuple[int, ...], ...]:
+    """Ranks that exchange in each step of a plan of `ranks`: all, those of this rank's host where these do, or none.
 
-    `hosts` has the host of each of `ranks`, or is () where all are on one.
+    `hosts` has the host of each of `ranks`, or is () where all are on one. `mesh` is one of the plan's: the transport
+    of its devices says whether stages inside hosts have communicators of their own.
     """
-    whole = near = tuple(sorted(ranks))
-    if hosts and rank in whole:
+    whole, rank = tuple(sorted(ranks)), mesh.identity.rank
+    near = whole
+    if hosts and rank in whole and not transport_table.chosen(mesh.device_type).knows_hosts:
         own = hosts[ranks.index(rank)]
         near = tuple(sorted(other for other, host in zip(ranks, hosts, strict=True) if host == own))
     across = ranks if plan.source_ranks is not None else ()
@@ -163,9 +167,9 @@ def carriers_on_hosts(plan: Plan, ranks: tuple[int, ...], rank: int, hosts: Host
 def _carriers(plan: Plan, spec: DTensorSpec, hosts: Hosts) -> tuple[tuple[int, ...], ...]:
     """Ranks that exchange in each step of a plan on one mesh, ascending: of the mesh, of this rank's host, or none."""
     whole, coordinate = tuple(sorted(spec.mesh.ranks)), spec.coordinate
-    if hosts and coordinate is not None:
-        return carriers_on_hosts(plan, spec.mesh.ranks, spec.mesh.identity.rank, hosts)
     collective = plan.steps[-1].collective if plan.steps else None
+    if hosts and coordinate is not None and collective is None:
+        return carriers_on_hosts(plan, spec.mesh.ranks, spec.mesh, hosts)
     if collective is not None and coordinate is not None:
         places = group_of(spec.mesh.shape, collective.axes, coordinate)
         whole = tuple(sorted(spec.mesh.ranks[place] for place in places))

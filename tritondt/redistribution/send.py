@@ -88,12 +88,12 @@ def _carried(
     """Plan of a send, equal on all ranks of the mesh, and the ranks that exchange with this one in each step."""
     mesh = target.mesh
     senders, whole = tuple(mesh.ranks[position] for position in positions), tuple(sorted(mesh.ranks))
-    hosts = hosts_of_ranks(whole, mesh.device_type)
+    hosts = hosts_of_ranks(whole)
     if hosts:
         sides = (source, senders, target.layout, mesh.ranks)
         plan = make_plan_across(*sides, target.dtype.itemsize, costs_of(target), hosts)
         if len(plan.steps) > 1:
-            return plan, carriers_on_hosts(plan, whole, mesh.identity.rank, hosts)
+            return plan, carriers_on_hosts(plan, whole, mesh, hosts)
     # Exchanged also where nobody lacks anything: ranks that mean other senders hear of each other.
     step = Step("exchange", source, target.layout, source_ranks=senders, target_ranks=mesh.ranks)
     return Plan(source, target.layout, (step,), senders, mesh.ranks), (whole,)

@@ -45,7 +45,8 @@ class Transport:
     device type into the transport's own. `check` raises WorldError for settings that the transport cannot work with,
     before any other rank is met. Ranks whose transports have the same `wire` (by default `name`) understand each other.
     A transport that does not cross hosts is skipped where ranks are on several. With `groups_share_memory`, groups of
-    the backend move CPU tensors through shared memory.
+    the backend move CPU tensors through shared memory. The communicators of one that `knows_hosts` carry messages
+    inside a host by the links there, whichever other ranks they have: stages inside hosts then need none of their own.
 
     >>> from tritondt.comm.transports.sockets import SocketCommunicator
     >>> Transport("my-sockets", ("cpu",), SocketCommunicator).wire
@@ -61,6 +62,7 @@ class Transport:
     wire: str = ""
     crosses_hosts: bool = True
     groups_share_memory: bool = False
+    knows_hosts: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or any(each in self.name for each in ":, "):
@@ -238,6 +240,14 @@ for _built_in in (
         wire=_SOCKETS,
     ),
     Transport("gloo", ("cpu",), f"{_ROOM}.gloo:GlooCommunicator", check=asked_interface, wire="Gloo"),
-    Transport("nccl", ("cuda",), f"{_ROOM}.nccl:NcclCommunicator", f"{_ROOM}.nccl:connect", _in_slots, wire="NCCL"),
+    Transport(
+        "nccl",
+        ("cuda",),
+        f"{_ROOM}.nccl:NcclCommunicator",
+        f"{_ROOM}.nccl:connect",
+        _in_slots,
+        wire="NCCL",
+        knows_hosts=True,
+    ),
 ):
     register_transport(_built_in)

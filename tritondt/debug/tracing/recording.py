@@ -22,7 +22,6 @@ from torch._C import _distributed_c10d as c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tritondt._C import StepTimes, record_calls
-from tritondt.comm import world
 from tritondt.comm.communicator import Transfer
 from tritondt.comm.transports import threads
 from tritondt.comm.transports.ordered import OrderedCommunicator
@@ -35,7 +34,7 @@ from tritondt.dtensor.views.copied_views import copied_view_class
 from tritondt.process_group.router import Router
 from tritondt.process_group.work import NcclWork
 from tritondt.redistribution import compile as compiling
-from tritondt.redistribution.compile import hosts_of
+from tritondt.redistribution.compile import costs_of, hosts_of
 from tritondt.redistribution.compiled_step import CompiledPlan
 from tritondt.sharding.spec import DTensorSpec
 
@@ -208,7 +207,7 @@ class Recording:
     def _keep_plan(
         self, source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None, plan: CompiledPlan
     ) -> None:
-        found = Compiled(source, target, wire_dtype, world.current().costs, hosts_of(source, target, wire_dtype))
+        found = Compiled(source, target, wire_dtype, costs_of(source), hosts_of(source, target, wire_dtype))
         for step in plan.steps:
             if step.transfer is not None and step.communicator is not None:
                 self._plans[step.transfer] = found
