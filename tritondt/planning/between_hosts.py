@@ -503,7 +503,7 @@ def _flows(term: int, spans: Sequence[Span], wanted: Span, edges: Sequence[int])
 
 
 def overlapping(spans: Sequence[Span], start: int, stop: int) -> Sequence[Span]:
-    """Those of ascending spans that have any of the elements [start, stop).
+    """Spans that have any of the elements [start, stop), of ascending ones.
 
     >>> overlapping([Span(7, 0, 2), Span(8, 2, 4), Span(9, 4, 6)], 3, 4)
     [Span(position=8, start=2, stop=4)]
@@ -556,8 +556,8 @@ def _chosen(
 def divisor_on_hosts(mean_of: int, num_terms: int) -> int:
     """The factor of a mean's divisor by which each host divides its sum of float16, of at most so many terms.
 
-    What a host sends is then no larger than a term, and fits the dtype. The sum of all hosts, in float32, is divided by
-    what is left of the divisor. A power of two is taken where there is one: it divides floats exactly.
+    The result is no larger than a term, and fits the dtype. The sum of all hosts, in float32, is divided by the rest of
+    the divisor. A power of two is taken where there is one: it divides floats exactly.
 
     >>> divisor_on_hosts(8, 3), divisor_on_hosts(6, 3), divisor_on_hosts(7, 4)
     (4, 3, 7)

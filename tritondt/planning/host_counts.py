@@ -1,7 +1,7 @@
 """Elements that each rank sends in a step between stages of hosts, without a list of the parts of its messages.
 
-Ranks at the same place of hosts mostly send alike: to the ranks at one place of all hosts, or inside their own. What
-they send is then one object, and a world of 65,536 ranks takes seconds.
+Ranks at the same place of hosts mostly send alike: to the ranks at one place of all hosts, or inside their own. Their
+messages are then one object, and a world of 65,536 ranks takes seconds.
 """
 
 from array import array
