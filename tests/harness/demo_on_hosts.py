@@ -2,7 +2,8 @@
 
     python -m tests.harness.demo_on_hosts PARALLEL
 
-It is one host, HOST_NUMBER, of four ranks, which it forks. Each writes a line of JSON.
+It is one host, HOST_NUMBER, of four ranks, which it forks; neighbouring ranks are on different hosts. Each writes a
+line of JSON.
 """
 
 import json
@@ -24,8 +25,8 @@ from tritondt.comm.communicator import Transfer
 from tritondt.comm.transports.ordered import OrderedCommunicator
 from tritondt.redistribution import compile as compiling
 
-RANKS_PER_HOST = 4
-SIZE = 2 * RANKS_PER_HOST
+NUM_HOSTS, RANKS_PER_HOST = 2, 4
+SIZE = NUM_HOSTS * RANKS_PER_HOST
 # Heads, batch and positions that do not divide; the last step is counted, when all ranks are connected.
 EXPERIMENT = Experiment(Model(heads=3, layers=2, width=96, sequence=33), steps=4, batch=9, seed=0)
 
@@ -66,11 +67,11 @@ class Counted:
 
 def far_messages(communicator: Any, transfer: Transfer) -> list[int]:
     """Bytes of the messages of a transfer that come from the other host."""
-    own = dist.get_rank() // RANKS_PER_HOST
+    own = dist.get_rank() % NUM_HOSTS
     return [
         sum(part.numel * transfer.dtypes[part.tensor].itemsize for part in message.parts)
         for message in transfer.exchange.receives
-        if communicator.ranks[message.peer] // RANKS_PER_HOST != own
+        if communicator.ranks[message.peer] % NUM_HOSTS != own
     ]
 
 
@@ -101,6 +102,9 @@ def run_rank(parallel: str) -> dict[str, Any]:
         explained = T.explain(source, target, wire_dtype=wire_dtype).far_bytes
         assert explained == brought, f"{source} to {target}: {brought} bytes come from the other host, not {explained}"
     found = {"rank": dist.get_rank(), "losses": losses, "idle": idle, "sent": sent}
+    if parallel == "hsdp+tp":
+        inside = learner._laid_out.mesh["shard", "tp"].mesh.flatten().tolist()  # type: ignore[attr-defined]
+        assert {rank % NUM_HOSTS for rank in inside} == {dist.get_rank() % NUM_HOSTS}
     found |= {"brought": counted.num_bytes, "messages": counted.num_messages, "plans": len(counted.compiled)}
     T.close()
     dist.destroy_process_group()
@@ -117,7 +121,7 @@ def main() -> None:
         child = os.fork()
         children.append(child)
         if child == 0:
-            os.environ["RANK"] = str(host * RANKS_PER_HOST + place)
+            os.environ["RANK"] = str(place * NUM_HOSTS + host)
             torch.set_num_threads(1)
             try:
                 os.write(1, (json.dumps(run_rank(sys.argv[1])) + "\n").encode())

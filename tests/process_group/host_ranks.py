@@ -55,8 +55,24 @@ def as_on_gloo(how: int) -> list[str]:
     return list(collectives.CASES)
 
 
+def means_of_halves() -> None:
+    """Means of float16 whose sum over one host is infinite: what they are where all ranks share a host."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = torch.full((size * 20_011,), 59_904.0, dtype=torch.float16)
+    part, expected = torch.empty(20_011, dtype=torch.float16), whole.clone()
+    dist.reduce_scatter_tensor(part, whole, op=dist.ReduceOp.AVG)
+    assert torch.equal(part, expected[:20_011])
+    dist.reduce(whole, size - 1, op=dist.ReduceOp.AVG)
+    assert torch.equal(whole, expected)
+    whole -= 64 * rank
+    dist.all_reduce(whole, op=dist.ReduceOp.AVG)
+    mean = torch.tensor(sum(59_904.0 - 64 * each for each in range(size)) / size).half()
+    assert bool((whole == mean).all())
+
+
 def same_bits(how: int) -> str:
     """A digest of a sum of terms that any order gives other bits."""
+    means_of_halves()
     generator = torch.Generator().manual_seed(dist.get_rank())
     term = torch.randn(300_007, generator=generator) * 10.0 ** torch.randint(-6, 6, (300_007,), generator=generator)
     dist.all_reduce(term)

@@ -187,6 +187,28 @@ def test_random_pairs_on_hosts(seed: int) -> None:
     assert run_ranks(size, body, hosts=hosts) == run_ranks(size, body)
 
 
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1, 2, 2, 2)], ids=str)
+def test_means_of_float16_do_not_overflow_on_the_way(hosts: tuple[int, ...]) -> None:
+    """The sum of a host is over 65504, and its mean has no more digits than float16; messages alone are of it, too."""
+
+    def body(rank: int) -> list[torch.Tensor]:
+        mesh, found = T.Mesh((len(hosts),)), list[torch.Tensor]()
+        for dtype, wire_dtype in ((torch.float16, None), (torch.float32, torch.float16)):
+            meta = T.TensorMeta.contiguous((12, 5), dtype)
+            terms = torch.full((12, 5), 59_904.0 - 64 * rank, dtype=dtype)
+            source = T.DTensorSpec(mesh, (T.Partial("avg"),), meta)
+            for placement in (T.Replicate(), T.Shard(0)):
+                target = T.DTensorSpec(mesh, (placement,), meta)
+                found.append(T.redistribute(terms, source, target, wire_dtype=wire_dtype))
+        return found
+
+    between, inside = run_ranks(len(hosts), body, hosts=hosts), run_ranks(len(hosts), body)
+    for ours, ours_inside in zip(between, inside, strict=True):
+        for found, expected in zip(ours, ours_inside, strict=True):
+            assert bool(expected.isfinite().all())
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def summed(kind: str) -> None:
     """A sum of all ranks between hosts: terms inside each, then shares between them, and shares inside each."""
     mesh = T.Mesh((4,))

@@ -1,7 +1,9 @@
 """Specs and metadata: how a tensor is cut, and what cannot be."""
 
 import pickle
+import random
 import re
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tests.sharded.cuts import chunks, listed
 from tritondt.errors import LayoutError
 from tritondt.planning.box_exchange import exchange_boxes
 from tritondt.sharded.specs import infer_sharding_spec
+from tritondt.sharding.intervals import Box
 
 PROPERTIES = sharded.TensorProperties()
 
@@ -124,3 +127,31 @@ def test_a_rank_receives_what_it_lacks_and_no_more() -> None:
     assert [[part.region for part in each.exchange.receives[0].parts] for each in found] == [
         [part.region for part in each.exchange.sends[0].parts] for each in reversed(found)
     ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_elements_whose_host_changes_cross_once_and_no_others(seed: int) -> None:
+    """Every element has one place before and after, so that a single exchange is the fewest bytes between hosts."""
+    chosen, size, rows, columns = random.Random(seed), 6, 9, 8
+    hosts = [chosen.randrange(3) for _ in range(size)]
+    sides: list[list[list[Box]]] = []
+    owners: list[dict[tuple[int, int], int]] = []
+    for along, length in enumerate((rows, columns)):
+        edges = sorted({0, length, *(chosen.randrange(length) for _ in range(4))})
+        boxes: list[list[Box]] = [[] for _ in range(size)]
+        owner = dict[tuple[int, int], int]()
+        for part in pairwise(edges):
+            rank = chosen.randrange(size)
+            box = (part, (0, columns)) if along == 0 else ((0, rows), part)
+            boxes[rank].append(box)
+            owner |= dict.fromkeys(product(range(*box[0]), range(*box[1])), rank)
+        sides.append(boxes)
+        owners.append(owner)
+    source, target = (tuple(map(tuple, side)) for side in sides)
+    crossing = sum(
+        message.numel
+        for rank in range(size)
+        for message in exchange_boxes(source, target, rank).exchange.receives
+        if hosts[message.peer] != hosts[rank]
+    )
+    assert crossing == sum(hosts[owners[0][at]] != hosts[owners[1][at]] for at in owners[0])

@@ -28,8 +28,6 @@ from tritondt.planning.traffic import MOST_MESSAGES, RankTraffic, rank_totals, r
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import parse_placements
 
-# The messages of each rank of a plan that knows hosts are listed one by one, in seconds for so many ranks.
-_MOST_ON_HOSTS = 512
 if TYPE_CHECKING:
     from tritondt.cli.wide_traffic import WideTraffic
 
@@ -64,7 +62,7 @@ def plan(
     if html is not None and html == png:
         raise click.UsageError(f"--html and --png both go to {html}")
     network = None if topology is None else parse_topology(topology)
-    itemsize, costs = _item_bytes(dtype), _costs(device, transport)
+    itemsize, costs = _item_bytes(dtype), _costs(device, transport, network)
     hosts = _hosts(network, before.num_ranks)
     alignment = NCCL_ALIGNMENT if device == "cuda" else DENSE
     sides = before, after
@@ -109,8 +107,9 @@ def _item_bytes(dtype: str) -> int:
     return int(bits) // 8 if bits else 1
 
 
-def _costs(device: str, transport: str | None) -> CostTable:
-    """Default prices on a type of device, of ranks whose messages a transport carries."""
+def _costs(device: str, transport: str | None, network: Topology | None) -> CostTable:
+    """Default prices on a type of device, of ranks whose messages a transport carries, on the hosts of a network."""
+    ranks_per_host = CostTable().ranks_per_host if network is None else network.ranks_per_host
     found = chosen(device) if transport is None else named(transport, "--transport")
     if device not in found.device_types:
         fitting = " and ".join(each.name for each in transports() if device in each.device_types)
@@ -118,12 +117,12 @@ def _costs(device: str, transport: str | None) -> CostTable:
             f"--transport {found.name} carries tensors on {' and '.join(found.device_types)}, not on {device}; allowed "
             f"for --device {device} are {fitting}"
         )
-    return found.price(built_in(CostTable().ranks_per_host)[device])
+    return found.price(built_in(ranks_per_host)[device])
 
 
 def _hosts(network: Topology | None, num_ranks: int) -> Hosts:
-    """Hosts of a topology, by rank, for plans that know them; () where there is one, or where ranks are too many."""
-    if network is None or not network.ranks_per_host < num_ranks <= _MOST_ON_HOSTS:
+    """Hosts of a topology, by rank, for plans that know them; () where there is one."""
+    if network is None or num_ranks <= network.ranks_per_host:
         return ()
     return tuple(rank // network.ranks_per_host for rank in range(num_ranks))
 

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 
 from tritondt.errors import LayoutError
+from tritondt.planning.host_counts import Pairs
 from tritondt.planning.plan import Plan
 from tritondt.planning.spread import Spread
 from tritondt.planning.topology import Link, Topology
-from tritondt.planning.traffic import Pairs, rank_totals, step_traffic
+from tritondt.planning.traffic import rank_totals, step_traffic
 
 # Switches between which a path is followed for every pair, at some 2 us each.
 MOST_SWITCHES = 2048

@@ -101,6 +101,10 @@ class Step:
         layout = self.route.source_layout
         return prod(layout.mesh_shape[axis] for axis in self.route.reduced_axes if self._partial_op(axis) == "avg")
 
+    def divisor_of(self, is_of_float16: bool) -> int:
+        """Divisor of the sums of this step, whose messages are of float16 or of another dtype."""
+        return self.divisor
+
     @cached_property
     def scale(self) -> tuple[int, int]:
         """Factor and divisor of a scale step: a term of a mean of n is n times that of a sum."""

@@ -97,11 +97,16 @@ def step_report(
     )
     packed, staged = (sum(message.numel for message in each) * itemsize for each in (far_sends, far_receives))
     in_place, landing, aligned = 0, 0, 0
+    source_at, target_at = ({block.region: (block,) for block in blocks} for blocks in stored)
     for message in far_sends:
-        here, there = _in_place_bytes(source_blocks, message, itemsize, alignment)
+        here, there = _in_place_bytes(
+            source_at.get(message.parts[0].region, source_blocks), message, itemsize, alignment
+        )
         in_place, aligned = in_place + here, aligned + there
     for message in far_receives if step.kind != "reduce" else ():
-        here, there = _in_place_bytes(target_blocks, message, itemsize, alignment)
+        here, there = _in_place_bytes(
+            target_at.get(message.parts[0].region, target_blocks), message, itemsize, alignment
+        )
         landing, aligned = landing + here, aligned + there
     num_bytes = _Bytes(sent, received, packed - in_place, staged - landing, aligned=aligned, placed=sent - packed)
     return _step_report(step, found, num_bytes, seconds)

@@ -17,8 +17,9 @@ from math import prod
 from tritondt.errors import LayoutError
 from tritondt.planning.between_hosts import Hosts, HostStep
 from tritondt.planning.collectives import Collective, group_of
-from tritondt.planning.exchange import Route
+from tritondt.planning.exchange import Exchange, Route
 from tritondt.planning.flat_pieces import FlatPieces
+from tritondt.planning.host_counts import HostCounts, Pairs
 from tritondt.planning.plan import Plan, Step, common_cuts
 from tritondt.planning.spread import Spread
 from tritondt.sharding import intervals as regions
@@ -35,8 +36,6 @@ MOST_MESSAGES = 200_000
 MOST_PAIRS = 5_000_000
 # Pairs that a flat piece of a box counts for of which a sender holds a part.
 _PIECE_PAIRS = 2
-# (distance in position, elements) of some ranks, two int64 for each.
-Pairs = bytes
 
 
 @dataclass(frozen=True)
@@ -140,13 +139,16 @@ def rank_traffic(plan: Plan, itemsize: int) -> RankTraffic:
     messages = [0] * plan.source.num_ranks
     total = 0
     for step in plan.steps:
+        of_hosts = step_traffic(step) if isinstance(step, HostStep) and step.moving_axes else None
         for rank, coordinate in enumerate(plan.source.coordinates()) if step.moving_axes else ():
             if step.collective is not None:
                 group, numel = ring_of(step, step.collective, rank)
                 links[rank, group[(group.index(rank) + 1) % len(group)]] += numel * itemsize
                 messages[rank] += 1
                 continue
-            sends = step.exchange(coordinate).sends
+            sends = (
+                _sends(step.exchange(coordinate)) if of_hosts is None else _receivers(of_hosts.served(coordinate), rank)
+            )
             total += len(sends)
             if total > MOST_MESSAGES:
                 raise LayoutError(
@@ -155,9 +157,19 @@ def rank_traffic(plan: Plan, itemsize: int) -> RankTraffic:
                     "what each rank sends and receives is counted without (--all-ranks, rank_totals)"
                 )
             messages[rank] += len(sends)
-            for message in sends:
-                links[rank, message.peer] += message.numel * itemsize
+            for peer, numel in sends:
+                links[rank, peer] += numel * itemsize
     return RankTraffic(plan.source.num_ranks, dict(links), tuple(messages))
+
+
+def _sends(found: Exchange) -> list[tuple[int, int]]:
+    return [(message.peer, message.numel) for message in found.sends]
+
+
+def _receivers(served: tuple[Pairs, ...], own: int) -> list[tuple[int, int]]:
+    """Receivers of a product of one factor, and elements for each."""
+    pairs = array("q", *served) if served else array("q")
+    return [pair for pair in zip(pairs[::2], pairs[1::2], strict=True) if pair[0] != own]
 
 
 def elements_between_hosts(
@@ -315,18 +327,24 @@ def step_traffic(step: Step) -> StepTraffic:
 
 
 class _HostTraffic(StepTraffic):
-    """A step that knows hosts: the messages of each rank are listed, and nothing that it keeps."""
+    """A step that knows hosts; what ranks keep is counted as far as it makes senders equal."""
+
+    def __init__(self, step: HostStep) -> None:
+        super().__init__(step)
+        self._of_ranks = HostCounts(step.pairing, step.before, step.after, self.count_pairs)
+
+    def _position(self, coordinate: Coordinate) -> int:
+        return position_of(coordinate, self._step.source.mesh_shape)
 
     def served(self, coordinate: Coordinate) -> tuple[Pairs, ...]:
-        sends = self._step.exchange(coordinate).sends
-        pairs = array("q", (number for message in sends for number in (message.peer, message.numel)))
-        return (pairs.tobytes(),) if pairs else ()
+        found = self._of_ranks.served[self._position(coordinate)]
+        return (found,) if found else ()
 
     def kept(self, coordinate: Coordinate) -> int:
-        return 0
+        return self._of_ranks.kept[self._position(coordinate)]
 
     def arriving(self, coordinate: Coordinate) -> int:
-        return sum(message.numel for message in self._step.exchange(coordinate).receives)
+        return self._of_ranks.arriving[self._position(coordinate)]
 
 
 class _RingTraffic(StepTraffic):

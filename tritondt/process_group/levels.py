@@ -21,7 +21,7 @@ from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.process_group import shared_memory_programs, socket_programs, two_levels
 from tritondt.process_group.collective import Collective, TermExchange
 from tritondt.process_group.shared_memory_programs import Members
-from tritondt.process_group.two_levels import MOST_STAGES, Hosts, Stage
+from tritondt.process_group.two_levels import MOST_STAGES, Division, Hosts, Stage
 
 # Memory of a rank in a group: two slots that hold a chunk for each of 15 others, and shorter ones for more.
 _ARENA_BYTES = 16 << 20
@@ -47,10 +47,11 @@ class Part(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The exchanges of a collective, in order, and the bytes of its scratch tensor."""
+    """The exchanges of a collective, in order, what is divided before them, and the bytes of its scratch tensor."""
 
     parts: tuple[Part, ...]
     scratch_bytes: int = 0
+    divisions: tuple[Division, ...] = ()
 
     @property
     def description(self) -> str:
@@ -89,7 +90,7 @@ class Levels:
             for stage in staged.stages:
                 parts.append(Part(transfer(self._plan(stage), counts[stage.is_near]), "list", stage.is_near))
                 counts[stage.is_near] += 1
-            return Program(tuple(parts), staged.scratch_bytes)
+            return Program(tuple(parts), staged.scratch_bytes, staged.divisions)
         if isinstance(self.whole, SharedMemoryCommunicator):
             return Program((Part(transfer(_in_slots(collective, self.whole, self._ranks))),))
         exchanges = socket_programs.compiled(collective, _places(self.whole, self._ranks))
@@ -123,6 +124,8 @@ class Levels:
             everything: Tensors = ()
             if program.parts[0].reads == "list":
                 everything = [*sources, *targets, allocate((program.scratch_bytes,), torch.uint8, CPU)]
+                for division in program.divisions:
+                    _divide(division, everything)
             for carrier, (transfer, reads, _) in zip(carriers, program.parts, strict=True):
                 num_begun += 1
                 if reads == "list":
@@ -207,6 +210,16 @@ def _joined(world: ProcessWorld, name: str, ranks: Sequence[int], timeout: timed
         asks = transport_table.chosen("cpu").groups_share_memory
         arenas = share_arenas(context, "collectives go over sockets", _ARENA_BYTES, asks_for_arenas=asks)
         return SocketCommunicator(context) if arenas is None else SharedMemoryCommunicator(context, arenas)
+
+
+def _divide(division: Division, tensors: Tensors) -> None:
+    dtype = getattr(torch, division.reduction.dtype)
+    with torch.no_grad():
+        source, target = (
+            tensors[number].view(-1).view(torch.uint8)[start : start + num_bytes].view(dtype)
+            for number, start, num_bytes in (division.source, division.target)
+        )
+        torch.div(source, division.reduction.divisor, out=target)
 
 
 def _places(communicator: SocketCommunicator, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from tritondt.planning.between_hosts import divisor_on_hosts
 from tritondt.process_group.collective import (
     SHORT_BYTES,
     Arrival,
@@ -37,11 +38,20 @@ class Stage(NamedTuple):
     is_near: bool = False
 
 
+class Division(NamedTuple):
+    """A term of a mean that a rank, alone on its host, divides before anything is sent: from one span to another."""
+
+    source: Span
+    target: Span
+    reduction: Reduction
+
+
 class Stages(NamedTuple):
-    """The exchanges of one rank, in order, and the bytes of its scratch tensor."""
+    """The exchanges of one rank, in order, what it divides before them, and the bytes of its scratch tensor."""
 
     stages: tuple[Stage, ...]
     scratch_bytes: int = 0
+    divisions: tuple[Division, ...] = ()
 
 
 class Hosts:
@@ -93,7 +103,7 @@ def stages(collective: Collective, hosts: Hosts, num_sources: int, num_targets: 
         build.split(collective, num_sources)
     # A host of few ranks has more stages inside than one of many, and all ranks are to find the same.
     is_long = build.most_turns + _NUM_OTHER_STAGES > MOST_STAGES
-    return None if is_long else Stages(tuple(build.stages), build.scratch_bytes)
+    return None if is_long else Stages(tuple(build.stages), build.scratch_bytes, tuple(build.divisions))
 
 
 _NONE: Span = (0, 0, 0)
@@ -165,6 +175,26 @@ class _Build:
         self.hosts, self.stages = hosts, list[Stage]()
         self._scratch, self.scratch_bytes = scratch, 0
         self.most_turns = 0  # of any host: alike on all ranks
+        self.divisions = list[Division]()
+        self._near_divisor = 1
+
+    def divide_inside(self, reduction: Reduction) -> Reduction:
+        """The reduction of what hosts send, once each has divided its own sum of float16, which would else overflow.
+
+        The sum of all terms has accumulators of float32, as it has on one host.
+        """
+        if reduction.dtype == "float16" and reduction.divisor > 1:
+            most = max(len(self.hosts.members(host)) for host in self.hosts.numbers)
+            self._near_divisor = divisor_on_hosts(reduction.divisor, most)
+        return reduction._replace(divisor=reduction.divisor // self._near_divisor)
+
+    def of_one_rank(self, term: Span, reduction: Reduction) -> Span:
+        """The sum of a host of one rank: its term as it is, or divided where all hosts divide theirs."""
+        if self._near_divisor == 1 or not term[2]:
+            return term
+        divided = self.scratch(term[2])
+        self.divisions.append(Division(term, divided, reduction._replace(divisor=self._near_divisor)))
+        return divided
 
     def scratch(self, num_bytes: int) -> Span:
         """A span of the scratch tensor that nothing else has."""
@@ -224,7 +254,7 @@ class _Build:
         own, size = self.hosts.own_near, len(self.hosts.near)
         if any(piece[2] for piece in pieces):
             receives = tuple((number, result) for number in range(size))
-            inside = reduction._replace(divisor=1)
+            inside = reduction._replace(divisor=self._near_divisor)
             collective = Collective(own, size, tuple(enumerate(pieces)), receives, size - 1, inside)
             self.stages.append(Stage(collective, is_near=True))
 
@@ -255,15 +285,15 @@ class _Build:
 
     def reduce_scatter(self, pieces: Sequence[Span], target: Span, reduction: Reduction) -> None:
         """Reduces a piece for each rank, this rank's to `target`."""
-        hosts = self.hosts
-        own_piece, partial = pieces[hosts.own], target
+        hosts, partial = self.hosts, target
         self._count_turns({rank: piece for rank, piece in enumerate(pieces) if piece[2]}, reduction.itemsize)
         others = [(rank, pieces[rank][2]) for rank in hosts.others if pieces[rank][2]]
         of_near = shares(others, len(hosts.near), reduction.itemsize)
-        leaving = [(rank, _part(pieces[rank], start, end)) for rank, start, end in of_near[hosts.own_near]]
         if len(hosts.near) == 1:
-            partial = own_piece  # as it is
-        else:
+            pieces = [self.of_one_rank(piece, reduction) for piece in pieces]
+            partial = pieces[hosts.own]
+        leaving = [(rank, _part(pieces[rank], start, end)) for rank, start, end in of_near[hosts.own_near]]
+        if len(hosts.near) > 1:
             self.near_reduce([pieces[rank] for rank in hosts.near], target, reduction)
             fragments = [_merged(_part(pieces[rank], start, end) for rank, start, end in share) for share in of_near]
             reduced = self.scratch(sum(span[2] for _, span in leaving))
@@ -318,7 +348,7 @@ class _Build:
             pieces[hosts.own_near] = self.scratch(num_bytes)
         place = partial = pieces[hosts.own_near]
         if len(hosts.near) == 1:
-            partial = term  # as it is
+            partial = self.of_one_rank(term, reduction)
         else:
             inside = [_part(term, start, start + count) for _, start, count in cuts[hosts.own_host]]
             self.near_reduce(inside, place, reduction)
@@ -348,7 +378,7 @@ def _in_turns(fragments: Sequence[Sequence[Span]]) -> list[list[Span]]:
 
 
 def _reduce(build: _Build, collective: Collective, reduction: Reduction, num_sources: int) -> None:
-    hosts, pieces = build.hosts, collective.pieces
+    hosts, pieces, reduction = build.hosts, collective.pieces, build.divide_inside(reduction)
     if not _is_of_one_span(collective):
         build.reduce_scatter(pieces, _shifted(collective.result, num_sources), reduction)
         return

@@ -89,12 +89,13 @@ def compiled_step(
     role: Role = "",
 ) -> CompiledStep:
     """A step of a rank; without a communicator it moves nothing. For `role` see `Transfer`."""
+    divisor = step.divisor_of((start.wire_dtype or dtype) is torch.float16)
     transfer = Transfer(
         exchange=side.exchange,
         source_blocks=(side.source_blocks,),
         target_blocks=(side.target_blocks,),
         dtypes=(dtype,),
-        reductions=(None if step.reduce_op is None else Reduction(step.reduce_op, step.divisor),),
+        reductions=(None if step.reduce_op is None else Reduction(step.reduce_op, divisor),),
         fingerprint=fingerprint,
         description=description,
         device=start.device,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tritondt as T
 from tritondt.cli.demo.model import Model
+from tritondt.comm import world
 from tritondt.errors import MeshError
 from tritondt.parallel import (
     ExpertParallel,
@@ -98,13 +100,23 @@ class LaidOut:
         return loss
 
 
+def _mesh_of(parallel: str, grid: Grid) -> Any:
+    """The mesh of a grid; of "hsdp+tp" on several hosts a replica for each host, found whatever ranks it has."""
+    names = ("replicate", "shard", "tp")
+    if parallel == "hsdp+tp" and len(set(world.current().hosts(range(prod(grid))))) > 1:
+        from tritondt.fsdp import init_host_mesh  # noqa: PLC0415  torch.distributed.fsdp takes long to import
+
+        return init_host_mesh("cpu", (-1, grid.tensor), mesh_dim_names=names)
+    return T.init_device_mesh("cpu", grid, mesh_dim_names=names)
+
+
 class OnGrid(LaidOut):
     """A model on a grid, under a plan."""
 
     def __init__(self, model: nn.Module, parallel: str, grid: Grid, plan: Mapping[str, ParallelStyle]) -> None:
-        self.mesh = T.init_device_mesh("cpu", grid, mesh_dim_names=("replicate", "shard", "tp"))
+        self.mesh = _mesh_of(parallel, grid)
         self.num_parts = grid.num_parts
-        self.part = int(self.mesh["replicate", "shard"].get_local_rank(0)) * grid.shard
+        self.part = int(self.mesh["replicate", "shard"].get_local_rank(0)) * int(self.mesh["shard"].size())
         self.part += int(self.mesh["shard"].get_local_rank())
         self.cuts = parallel != "fsdp"
         if self.cuts:
