@@ -6,7 +6,8 @@ The demo's GPT, whose heads and features no number of ranks divides, is trained 
 hand: Megatron's styles, with whole sequences and with cut ones; Megatron's over half of the ranks beside sharded
 parameters; `fully_shard` of each block, and of the whole model; and torch's DistributedDataParallel. Weights, optimizer
 (AdamW) and the batch of all ranks are the same; so must be the losses. Every round is a step of each, in alternating
-order, and takes as long as its slowest rank. Predictions are by the ranks' prices and the matmuls that they measure.
+order, and takes as long as its slowest rank. Predictions are by the ranks' prices, best those of `bench calibrate` in
+TRITONDT_COSTS; without one by built-in prices and the matmuls that the ranks measure.
 """
 
 from __future__ import annotations
@@ -159,8 +160,9 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
     """All plans in turns; rank 0 sends the FLOP rate and the sides. A collective call of all ranks."""
     torch.set_num_threads(1)
     rank, num_ranks, sizes = dist.get_rank(), dist.get_world_size(), request.sizes
-    rate = measured_flop_rate(sizes)
-    costs = world.current().costs_for("cpu").with_prices({"flop_rate": rate})
+    costs = world.current().costs_for("cpu")
+    rate = costs.rate("float32") if costs.is_measured else measured_flop_rate(sizes)
+    costs = costs.with_prices({"flop_rate": rate})
     prices = Prices("cpu", costs, world.current().hosts(range(num_ranks)))
     whole = Batches(4, request.batch, sizes.sequence, seed=0).read(0)
     best = find_mesh(_model(sizes), num_ranks, whole, costs=costs).best

@@ -9,8 +9,10 @@ from click.testing import CliRunner
 
 from tests.harness.nccl_on_host import backend_ranks
 from tritondt.cli.bench.calibrate import Asked, Figures, measure, prices_of
+from tritondt.cli.launch import num_cores
 from tritondt.cli.main import main
 from tritondt.comm.process_world import default_costs
+from tritondt.found_plan import find_plan
 from tritondt.planning.collectives import collective_between
 from tritondt.planning.cost import Link, step_cost
 from tritondt.planning.plan import Step
@@ -18,6 +20,8 @@ from tritondt.planning.prices import CUDA, with_prices
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Replicate, Shard
 
+OPERATORS = 62
+RATES = ("float64", "float32", "bfloat16", "float16")
 PRICES = replace(CUDA, collective_launch_s=7e-6, collective_speedup=1.5)
 
 
@@ -29,6 +33,21 @@ def test_prices_of_figures():
     assert found["flop_rate"] == pytest.approx(2 * 8192**3 / 2e-3)
     assert found["launch_s"] == 5e-6
     assert prices_of(Figures(1.0, 1.0, 1.0, 1.0, 1.0), asked)["host"]["bandwidth"] > 0  # no line is none upwards
+
+
+def test_rates_of_figures():
+    asked, side = Asked("cpu", 9, 1), 1024
+    rates = dict(zip(RATES, (5e10, 1e11, 4e11, 2e9), strict=True))
+    times = {f"{name}_s": 2 * ((side // 2) ** 3 - (side // 8) ** 3) / rate for name, rate in rates.items()}
+    times |= {"step_s": OPERATORS * 8e-6, "operators_s": 8 * (1 << 20) / 3e10, "exchange_s": 7e-5, "group_s": 2e-4}
+    figures = Figures(2e-5, 1e-3, 8e-6, 5e-3, 2e-2, **times)
+    found = prices_of(figures, asked)
+    assert found["host"]["latency_s"] == pytest.approx(1.2e-5)
+    assert found["flop_rates"] == pytest.approx(rates, rel=1e-6)
+    # A training step of the small model has so many operators.
+    assert found["operator_s"] == pytest.approx(8e-6)
+    assert found["operator_bandwidth"] == pytest.approx(3e10)
+    assert (found["exchange_s"], found["group_s"], found["is_measured"]) == (7e-5, 2e-4, True)
 
 
 def test_prices_of_collectives_are_those_that_a_plan_gets_back():
@@ -58,7 +77,7 @@ def figures(rank):
 def test_collectives_are_measured_on_the_backend_that_the_group_has():
     with backend_ranks("nccl", 2) as started:
         for found in started.run(figures):
-            assert min(found) > 0
+            assert min(found[:7]) > 0
             prices = prices_of(found, Asked("cuda", 2, 64, 2, collectives=True))
             assert prices["collective_launch_s"] >= 0
             assert prices["collective_speedup"] > 0
@@ -79,7 +98,22 @@ def test_what_is_printed_is_what_the_environment_takes(monkeypatch, tmp_path):
     assert found["cuda"] == before["cuda"]
     prices = json.loads(text)["cpu"]
     assert found["cpu"].host == Link(**prices["host"], busy_share=1.0)
-    assert (found["cpu"].copy_bandwidth, found["cpu"].flop_rate) == (prices["copy_bandwidth"], prices["flop_rate"])
+    for name in (
+        "copy_bandwidth",
+        "flop_rate",
+        "launch_s",
+        "operator_s",
+        "operator_bandwidth",
+        "exchange_s",
+        "group_s",
+    ):
+        assert getattr(found["cpu"], name) == prices[name] >= 0
+    assert found["cpu"].rate("float64") == prices["flop_rates"]["float64"] > 0
+    assert found["cpu"].cores_per_host == num_cores()
+    # Plans without a world are made by them as well, and say so.
+    plan = find_plan(torch.nn.Linear(4, 4), {"dp": 3 * num_cores()}, torch.ones(2, 4), ranks_per_host=3 * num_cores())
+    assert plan.step.rates.startswith("rates measured: matmuls ")
+    assert plan.step.rates.endswith("; 3 ranks take turns on a core")
 
 
 def test_a_device_that_is_not_there_is_refused():

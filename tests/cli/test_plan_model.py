@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from tritondt.cli.main import main
+from tritondt.cli.plan_check import Moved, Phase, differences
 from tritondt.found_plan import FoundPlan
 
 HERE = "tests.cli.test_plan_model"
@@ -20,6 +21,11 @@ def make() -> tuple[nn.Module, torch.Tensor]:
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     assert all(parameter.is_meta for parameter in model.parameters())
     return model, torch.zeros(4, 8)
+
+
+def make_checked() -> tuple[nn.Module, torch.Tensor]:
+    """Three layers whose features no two ranks share evenly, on whichever device is asked for."""
+    return nn.Sequential(nn.Linear(7, 33), nn.ReLU(), nn.Linear(33, 7)), torch.ones(3, 7)
 
 
 def make_nothing() -> None:
@@ -88,6 +94,7 @@ def test_the_page_has_the_program_and_the_tables_of_a_plan_and_of_all_meshes(tmp
             "no plan over tp=2 keeps a rank within memory_bytes=1,024",
         ),
         ((f"{HERE}:make", "--ranks", "9", "--memory", "1"), "no mesh of 9 ranks has a plan: dp=9,tp=1: example_inputs"),
+        ((f"{HERE}:make", "--mesh", "dp=4096", "--check"), "--ranks 4096: at most"),
         ((f"{HERE}:make", "--ranks", "9"), "find_mesh got ranks=9 on hosts=2; allowed are as many ranks on each host"),
     ],
 )
@@ -96,6 +103,36 @@ def test_refusals(arguments: tuple[str, ...], sentence: str):
     found = run(*arguments, *per_host)
     assert found.exit_code != 0
     assert sentence in " ".join(found.output.replace("│", " ").split()), found.output
+
+
+@pytest.mark.extended
+def test_steps_are_run_on_processes_and_move_what_was_predicted(tmp_path: Path):
+    options = ("--mesh", "dp=2,tp=2", "--objective", "memory", "--check", "--steps", "2", "--json")
+    found = run(f"{HERE}:make_checked", *options)
+    assert found.exit_code == 0, found.output
+    checked = json.loads(found.stdout)
+    assert FoundPlan.from_json(json.dumps(checked["plan"])).laid_out.styles
+    assert len(checked["ranks"]) == 4
+    for phases in checked["ranks"]:
+        assert list(phases) == ["forward", "backward", "optimizer"]
+        for phase in phases.values():
+            counts = [
+                [phase[side][name] for name in ("sent_bytes", "received_bytes", "messages")]
+                for side in ("moved", "predicted")
+            ]
+            assert counts[0] == counts[1]
+            assert phase["seconds"] > 0
+        assert phases["forward"]["moved"]["received_bytes"] > 0
+        assert phases["backward"]["moved"]["received_bytes"] > 0
+        assert all(phase["predicted_seconds"] > 0 for phase in phases.values())
+
+
+def test_bytes_that_were_not_predicted_are_told_by_rank_and_phase():
+    phases = [{"forward": Phase(seconds=2e-3, moved=Moved(8, 8, 1), predicted=Moved(8, 8, 1))} for _ in range(2)]
+    phases[1]["forward"].moved = Moved(8, 12, 1)
+    assert differences(phases) == [
+        "forward of rank 1 moved (sent, received, messages) (8, 12, 1), and (8, 8, 1) were predicted"
+    ]
 
 
 @pytest.mark.extended

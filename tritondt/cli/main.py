@@ -234,6 +234,8 @@ def _memory(_: click.Context, __: click.Parameter, text: str | None) -> int | No
 @click.option("--sequence", type=_AT_LEAST_1, default=2048, show_default=True, help="Tokens, with --config.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of parameters, with --config.")
 @_written("--html", "Write a page with the program and the tables.")
+@click.option("--check", "is_checked", is_flag=True, help="Run steps of it too, and compare.")
+@click.option("--steps", type=_AT_LEAST_1, default=10, show_default=True, help="Steps that --check runs.")
 @_as_json
 def plan_model(**values: Any) -> None:
     """Find the layout of a model: styles, bytes, memory, predicted time.
@@ -241,7 +243,9 @@ def plan_model(**values: Any) -> None:
     FACTORY is called without arguments, and returns the model and its example inputs: a tensor, a
     tuple or a dict of named ones. It runs on the device meta, so that nothing takes memory. With
     --mesh inputs are those of one rank of dp, with --ranks those of all. --config is the file of a
-    model of Hugging Face transformers, without weights.
+    model of Hugging Face transformers, without weights. --check runs steps on processes that it starts,
+    or that torchrun has started, and prints seconds, bytes and messages of each phase beside the
+    predicted ones; it ends with status 1 where bytes or messages differ.
 
     \b
     tritondt plan-model --config config.json --mesh dp=8,tp=8 --device cuda --memory 80G

@@ -6,7 +6,9 @@ import importlib
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from html import escape
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch
 from torch import nn
 
 from tritondt.cli.html_page import page, table
-from tritondt.cli.outputs import ProgressLine
+from tritondt.cli.outputs import ProgressLine, is_first
+from tritondt.cli.plan_check import check, check_text, differences, refuse_unrunnable
 from tritondt.errors import ParallelizeError
 from tritondt.found_plan import FoundMesh, FoundPlan, find_mesh, find_plan
 from tritondt.found_plan.step_cost import closing_lines, part_rows, traffic_rows
@@ -35,16 +38,21 @@ def plan_model(
     sequence: int,
     dtype: str,
     html: str | None,
+    is_checked: bool,
+    steps: int,
     as_json: bool,
 ) -> None:
-    """Prints the layout that is found for a model, and writes the page that was asked for."""
+    """Prints the layout that is found for a model, and writes the page and runs the steps that were asked for."""
     if (factory is None) == (config is None):
         raise click.UsageError("give MODULE:FACTORY or --config FILE, one of them")
     if (mesh is None) == (ranks is None):
         raise click.UsageError("give --mesh or --ranks, one of them")
+    if is_checked:
+        refuse_unrunnable(prod(mesh.values()) if mesh is not None else ranks or 0, device)
     with ProgressLine() as progress:
         progress.tell("making the model")
-        model, inputs = _of_factory(factory) if factory is not None else _of_config(config, batch, sequence, dtype)
+        source = Source(factory, config, batch, sequence, dtype)
+        model, inputs = source("meta")
         progress.tell("recording the model, and trying its parts")
         found: FoundPlan | FoundMesh
         options: dict[str, Any] = {"memory_bytes": memory, "objective": objective, "optimizer": optimizer}
@@ -55,12 +63,46 @@ def plan_model(
             assert ranks is not None, "one of both was given"
             hosts = -(-ranks // ranks_per_host)
             found = find_mesh(model, ranks, inputs, hosts=hosts, **options)
-    if html is not None:
+    if html is not None and is_first():
         write_page(Path(html), found)
-    click.echo(found.to_json() if as_json else str(found))
+    if is_checked:
+        _check(found if isinstance(found, FoundPlan) else found.best, source, device, optimizer, steps, as_json)
+    elif is_first():
+        click.echo(found.to_json() if as_json else str(found))
 
 
-def _of_factory(name: str) -> tuple[nn.Module, Any]:
+def _check(plan: FoundPlan, source: Source, device: str, optimizer: str, num_steps: int, as_json: bool) -> None:
+    """Runs steps of a plan, and prints it with what they took; ClickException for bytes that were not predicted."""
+    of_all = check(source, plan, device, optimizer, num_steps)
+    if not of_all:
+        return
+    if as_json:
+        ranks = [{name: asdict(phase) for name, phase in phases.items()} for phases in of_all]
+        click.echo(json.dumps({"plan": json.loads(plan.to_json()), "steps": num_steps, "ranks": ranks}))
+    else:
+        click.echo(f"{plan}\n\n{check_text(of_all, num_steps)}")
+    if others := differences(of_all):
+        raise click.ClickException("; ".join(others))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model and its example inputs come from, which it makes on a device."""
+
+    factory: str | None
+    config: Path | None
+    batch: int
+    sequence: int
+    dtype: str
+
+    def __call__(self, device: str) -> tuple[nn.Module, Any]:
+        """The model and its example inputs."""
+        if self.factory is not None:
+            return _of_factory(self.factory, device)
+        return _of_config(self.config, self.batch, self.sequence, self.dtype, device)
+
+
+def _of_factory(name: str, device: str) -> tuple[nn.Module, Any]:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise click.BadParameter(f"{name!r} is no MODULE:FACTORY, as mymodels.llama:make")
@@ -73,14 +115,14 @@ def _of_factory(name: str) -> tuple[nn.Module, Any]:
         raise click.BadParameter(f"{name!r} was not found: {error}") from error
     if not callable(made):
         raise click.BadParameter(f"{name!r} is a {type(made).__name__}; allowed is a function without arguments")
-    with torch.device("meta"):
+    with torch.device(device):
         found = made()
     if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], torch.nn.Module)):
         raise ParallelizeError(f"{name} returned a {type(found).__name__}; allowed is a pair: a model, example inputs")
     return found
 
 
-def _of_config(path: Path | None, batch: int, sequence: int, dtype: str) -> tuple[nn.Module, Any]:
+def _of_config(path: Path | None, batch: int, sequence: int, dtype: str, device: str) -> tuple[nn.Module, Any]:
     assert path is not None, "a file was given where no factory was"
     try:
         transformers = importlib.import_module("transformers")
@@ -97,7 +139,7 @@ def _of_config(path: Path | None, batch: int, sequence: int, dtype: str) -> tupl
     names = fields.get("architectures") or []
     try:
         configuration = transformers.AutoConfig.for_model(**fields)
-        with torch.device("meta"):
+        with torch.device(device):
             if names and hasattr(transformers, names[0]):
                 model = getattr(transformers, names[0])(configuration)
             else:
@@ -108,8 +150,7 @@ def _of_config(path: Path | None, batch: int, sequence: int, dtype: str) -> tupl
             f"transformers {transformers.__version__} makes no model of {path}: {told} Allowed is a config.json with a "
             "model_type that it knows, and a class of it in architectures"
         ) from error
-    with torch.device("meta"):
-        inputs: dict[str, Any] = {"input_ids": torch.empty(batch, sequence, dtype=torch.long)}
+    inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, sequence, dtype=torch.long, device=device)}
     if getattr(configuration, "use_cache", False):
         inputs["use_cache"] = False
     return model.to(getattr(torch, dtype)), inputs

@@ -438,9 +438,12 @@ def _watching(flight: Flight) -> Watchdog:
     return made
 
 
-def default_costs(world_size: int) -> dict[str, CostTable]:
-    """Cost tables by the type of device: TRITONDT_COSTS over the built-in prices; WorldError where that is no table."""
-    per_host, given = environment.ranks_per_host(), environment.costs()
+def default_costs(world_size: int, ranks_per_host: int | None = None) -> dict[str, CostTable]:
+    """Cost tables by the type of device: TRITONDT_COSTS over the built-in prices; WorldError where that is no table.
+
+    `ranks_per_host` are of hosts that a plan is made for; without it those of the launcher count, or all.
+    """
+    per_host, given = ranks_per_host or environment.ranks_per_host(), environment.costs()
     environment.arena_bytes()  # what is not allowed is refused now, whether a transport needs it or not
     tables = transport_table.built_in_costs(world_size if per_host is None else per_host)
     if given is None:

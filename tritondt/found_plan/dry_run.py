@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
 from tritondt.found_plan.attention_heads import HeadCut, adapt_heads
 from tritondt.found_plan.live_bytes import LiveBytes
 from tritondt.found_plan.style_choice import StyleChoice
+from tritondt.found_plan.work import Work, work_of
 from tritondt.parallel import parallelize_module
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh
@@ -50,14 +50,17 @@ class LocalCall(NamedTuple):
 
 @dataclass
 class Tally:
-    """Counts of one rank's step: redistributions and floating-point operations; bytes of parameters, of those with
-    gradients and of the largest of these, of what is kept for backward, and the most at one time of what a step makes.
+    """Counts of one rank's step: redistributions, floating-point operations and the work of each operator; bytes of
+    parameters, of those with gradients and of the largest of these, of what is kept for backward, and the most at one
+    time of what a step makes.
     """
 
     movements: Counter[Movement] = field(default_factory=Counter)
     flops: Counter[Phase] = field(default_factory=Counter)
+    work: dict[Phase, Counter[Work]] = field(default_factory=lambda: {"forward": Counter(), "backward": Counter()})
     parameter_bytes: int = 0
     trained_bytes: int = 0
+    num_trained: int = 0
     largest_bytes: int = 0
     kept_bytes: int = 0
     most_bytes: int = 0
@@ -85,9 +88,9 @@ class _Counting(TorchDispatchMode):
             layouts = source.layout, target.layout
             self.tally.movements[Movement(self.phase, "tensor", source.mesh.ranks, *layouts, dtype)] += 1
         elif not func.is_view and func.namespace == "aten":
-            counted = flop_registry.get(func._overloadpacket)
-            if counted is not None:
-                self.tally.flops[self.phase] += int(counted(*args, **kwargs, out_val=found))
+            work = work_of(func, args, kwargs, found)
+            self.tally.flops[self.phase] += work.flops
+            self.tally.work[self.phase][work] += 1
             if self.phase == "forward":
                 tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
                 self.tally.local_calls[LocalCall(str(func), tuple(tuple(each.shape) for each in tensors))] += 1
@@ -146,6 +149,7 @@ def dry_run(
         tally.parameter_bytes += num_bytes
         if parameter.requires_grad:
             tally.trained_bytes += num_bytes
+            tally.num_trained += 1
             tally.largest_bytes = max(tally.largest_bytes, num_bytes)
     return tally
 
@@ -155,14 +159,20 @@ def _run_step(
 ) -> None:
     args, kwargs = inputs
     with counting, torch.set_grad_enabled(train):
-        results = [leaf for leaf in tree_leaves(model(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
-        if any(isinstance(result, DTensor) for result in results):
+        results = model(*args, **kwargs)
+        if any(isinstance(result, DTensor) for result in tree_leaves(results)):
             raise ParallelizeError(f"{type(model).__name__} would give distributed tensors in place of whole ones")
         counting.phase = "backward"
-        trained = [result for result in results if result.requires_grad]
-        trained = [result for result in trained if not result.ndim] or trained
-        if train and trained:
-            torch.autograd.backward(trained, [torch.ones_like(result) for result in trained])
+        if train:
+            start_backward(results)
+
+
+def start_backward(results: Any) -> None:
+    """Backward from those results of a model that are one number, the loss, or else from gradients of all."""
+    trained = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    trained = [result for result in trained if not result.ndim] or trained
+    if trained:
+        torch.autograd.backward(trained, [torch.ones_like(result) for result in trained])
 
 
 def local_shape(tensor: torch.Tensor) -> tuple[int, ...]:

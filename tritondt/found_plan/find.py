@@ -255,7 +255,7 @@ class _Finder:
         }
         flops = sum(base.flops.values()) - sum(tally.flops.values())
         both, once = traffic["forward"] + traffic["backward"], self.prices.total(at_ends, 0)
-        seconds = both.seconds - flops / self.prices.costs.flop_rate
+        seconds = both.seconds + self._computing_s(tally) - self._computing_s(base)
         held = tally.parameter_bytes - base.parameter_bytes, tally.kept_bytes - base.kept_bytes
         cost = Cost(seconds, both.received_bytes, *held).times(number)
         return _Part(candidate, name, number, traffic, flops, cost.plus(Cost(once.seconds, once.received_bytes)))
@@ -264,7 +264,10 @@ class _Finder:
         """Cost of the model with nothing cut, of which `base` has one block of each kind."""
         if self.is_truncated and self.blocks.names():
             base = dry_run(stand_in(self.model), fake_inputs(self.inputs), None, {}, (), train=self.wanted.train)
-        return Cost(sum(base.flops.values()) / self.prices.costs.flop_rate, 0, base.parameter_bytes, base.kept_bytes)
+        return Cost(self._computing_s(base), 0, base.parameter_bytes, base.kept_bytes)
+
+    def _computing_s(self, tally: Tally) -> float:
+        return self.prices.turns * sum(map(self.prices.computing_s, tally.work.values()))
 
     def _memory(self, cost: Cost) -> float:
         """Bytes of a rank, by sums: parameters, gradients and optimizer in shards, and what is kept for backward."""

@@ -15,10 +15,13 @@ from tritondt.found_plan.stand_in import fake_inputs, stand_in, without_memory
 from tritondt.found_plan.step_cost import Memory, StepCost
 from tritondt.found_plan.style_choice import StyleChoice
 from tritondt.found_plan.traffic import Traffic
+from tritondt.found_plan.work import OptimizerWork, optimizer_work
 from tritondt.sharding.mesh import Mesh
 
 # Tensors as large as a parameter that Adam and AdamW hold for each.
 _OF_ADAM = 2
+_PHASES: tuple[Phase, ...] = ("forward", "backward")
+_AXES: tuple[Axis, ...] = ("tensor", "data")
 
 
 class LaidOut(NamedTuple):
@@ -42,6 +45,64 @@ def predicted_step(
     optimizer_tensors: int,
 ) -> StepCost:
     """The step of a rank of a model, whose parameters may be anywhere; takes no memory, and needs no world."""
+
+    def run(of: int) -> _DryStep:
+        return _run_dry(model, inputs, axes, laid_out, of, train=train, optimizer_tensors=optimizer_tensors)
+
+    own = run(rank)
+    computing = [own.computing(prices)]
+    if prices.turns > 1:
+        # Ranks that take turns on the cores of a host last as long as the work of all; those of a data axis are alike.
+        others = [it for it in axes.ranks_along(axes.tensor, rank) if it != rank]
+        computing += [run(other).computing(prices) for other in others]
+    movements = own.tally.movements
+    if axes.data is not None:
+        movements = movements + data_movements(own.groups, axes.ranks_along(axes.data, rank), train=train)
+    return _step_cost(prices, rank, own, movements, _in_turns(computing, prices.turns))
+
+
+class _Computing(NamedTuple):
+    """Seconds of computing of a rank in forward, in backward and in the optimizer."""
+
+    forward: float
+    backward: float
+    optimizer: float
+
+
+class _DryStep(NamedTuple):
+    """Counts of a dry run of a whole model on one rank, its groups of sharded parameters, and what the rank holds.
+
+    `update` is the work of the optimizer for each parameter; None without training.
+    """
+
+    tally: Tally
+    groups: list[Group]
+    memory: Memory
+    update: OptimizerWork | None
+
+    def computing(self, prices: Prices) -> _Computing:
+        """Seconds of a rank that has a core, or a device, to itself."""
+        forward, backward = (prices.computing_s(self.tally.work[phase]) for phase in _PHASES)
+        if self.update is None:
+            return _Computing(forward, backward, 0.0)
+        # Optimizers take lists of parameters at once on devices, and each by itself on the CPU.
+        num_times = self.tally.num_trained if prices.device_type == "cpu" else 1
+        operators_s = num_times * self.update.operators * prices.costs.operator_s
+        moved_s = self.memory.gradients * self.update.bytes_a_byte / prices.costs.operator_bandwidth
+        return _Computing(forward, backward, operators_s + moved_s)
+
+
+def _run_dry(
+    model: nn.Module,
+    inputs: tuple[Sequence[Any], dict[str, Any]],
+    axes: MeshAxes,
+    laid_out: LaidOut,
+    rank: int,
+    *,
+    train: bool,
+    optimizer_tensors: int,
+) -> _DryStep:
+    update = optimizer_work(optimizer_tensors) if train else None
     with without_memory(rank, axes.num_ranks):
         made = stand_in(model)
         names = sharded_names(made, laid_out.sharded)
@@ -56,37 +117,44 @@ def predicted_step(
             train=train,
             then=(lambda laid: sum_apart(laid, names)) if axes.data is not None else None,
         )
-        movements, groups = tally.movements, list[Group]()
-        if axes.data is not None:
-            groups = groups_of(made, names)
-            movements = movements + data_movements(groups, axes.ranks_along(axes.data, rank), train=train)
+        groups = [] if axes.data is None else groups_of(made, names)
     memory = _memory(axes, rank, tally, groups, train=train, optimizer_tensors=optimizer_tensors)
-    return _step_cost(prices, rank, tally, movements, len(groups), memory)
+    return _DryStep(tally, groups, memory, update)
+
+
+def _in_turns(computing: Sequence[_Computing], turns: float) -> _Computing:
+    """Seconds of the first of some ranks of which `turns` share a core, where the others do as much as these."""
+    shared = (turns * sum(each) / len(computing) for each in zip(*computing, strict=True))
+    return _Computing(*map(max, computing[0], shared))
 
 
 def _step_cost(
-    prices: Prices, rank: int, tally: Tally, movements: Counter[Movement], num_groups: int, memory: Memory
+    prices: Prices, rank: int, own: _DryStep, movements: Counter[Movement], computing: _Computing
 ) -> StepCost:
     def total(axis: Axis, phase: Phase) -> Traffic:
         chosen = {it: number for it, number in movements.items() if (it.axis, it.phase) == (axis, phase)}
         return prices.total(chosen, rank)
 
-    phases: tuple[Phase, ...] = ("forward", "backward")
-    seconds = {phase: tally.flops[phase] / prices.costs.flop_rate for phase in phases}
-    data = {phase: total("data", phase) for phase in phases}
+    seconds = dict(zip(_PHASES, computing, strict=False))
+    tensor, data = ({phase: total(axis, phase) for phase in _PHASES} for axis in _AXES)
     # All groups but the first are gathered, and reduced, while another one computes.
     # A link that keeps the rank's processor busy hides as much less.
-    others = (1 - 1 / max(1, num_groups)) * (1 - prices.data_link.busy_share)
+    others = (1 - 1 / max(1, len(own.groups))) * (1 - prices.data_link.busy_share)
+    hidden = {phase: min(found.seconds * others, seconds[phase]) for phase, found in data.items()}
+    moving_s = tensor["forward"].seconds + data["forward"].seconds - hidden["forward"]
     return StepCost(
-        tensor_forward=total("tensor", "forward"),
-        tensor_backward=total("tensor", "backward"),
+        tensor_forward=tensor["forward"],
+        tensor_backward=tensor["backward"],
         data_forward=data["forward"],
         data_backward=data["backward"],
-        forward_flops=tally.flops["forward"],
-        backward_flops=tally.flops["backward"],
-        compute_seconds=sum(seconds.values()),
-        hidden_seconds=sum(min(found.seconds * others, seconds[phase]) for phase, found in data.items()),
-        memory=memory,
+        forward_flops=own.tally.flops["forward"],
+        backward_flops=own.tally.flops["backward"],
+        compute_seconds=computing.forward + computing.backward,
+        hidden_seconds=sum(hidden.values()),
+        memory=own.memory,
+        forward_seconds=computing.forward + moving_s,
+        optimizer_seconds=computing.optimizer,
+        rates=prices.rates_text,
     )
 
 

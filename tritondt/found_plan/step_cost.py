@@ -45,7 +45,8 @@ class Memory:
 class StepCost:
     """One step of one rank: what moves over each axis in forward and backward, FLOPs, seconds and memory.
 
-    `hidden_seconds` of the exchanges over the data axis pass while the rank computes.
+    `hidden_seconds` of the exchanges over the data axis pass while the rank computes. `forward_seconds` are of all of
+    forward, `compute_seconds` of forward and backward without what moves, and `rates` says by which they are predicted.
     """
 
     tensor_forward: Traffic
@@ -57,6 +58,9 @@ class StepCost:
     compute_seconds: float
     hidden_seconds: float
     memory: Memory
+    forward_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+    rates: str = ""
 
     @property
     def traffic(self) -> Traffic:
@@ -66,7 +70,12 @@ class StepCost:
     @property
     def seconds(self) -> float:
         """Predicted seconds of the step."""
-        return self.compute_seconds + self.traffic.seconds - self.hidden_seconds
+        return self.compute_seconds + self.optimizer_seconds + self.traffic.seconds - self.hidden_seconds
+
+    @property
+    def backward_seconds(self) -> float:
+        """Predicted seconds of backward, with the reductions of gradients."""
+        return self.seconds - self.forward_seconds - self.optimizer_seconds
 
     def key(self, objective: str) -> tuple[float, ...]:
         """Numbers of which the first is the objective, and the others decide where that is equal."""
@@ -83,14 +92,14 @@ def explanation_text(
 ) -> str:
     """Table of the parts, and lines with the sums of the step and the memory of a rank."""
     lines = [f"one step of rank {rank} of {mesh}"]
-    lines += _columns(part_rows(parts)) if parts else []
-    lines += ["", *_columns(traffic_rows(step)), *closing_lines(step, notes, is_exact=is_exact)]
+    lines += columns(part_rows(parts)) if parts else []
+    lines += ["", *columns(traffic_rows(step)), *closing_lines(step, notes, is_exact=is_exact)]
     return "\n".join(lines)
 
 
 def closing_lines(step: StepCost, notes: Sequence[str], *, is_exact: bool) -> list[str]:
     """Lines with FLOPs, seconds and memory of a step, and those that say what was not cut, or not looked at."""
-    compute_ms, hidden_ms = step.compute_seconds * 1e3, step.hidden_seconds * 1e3
+    compute_ms, hidden_ms = (step.compute_seconds + step.optimizer_seconds) * 1e3, step.hidden_seconds * 1e3
     held = step.memory
     lines = [
         f"{step.forward_flops + step.backward_flops:,} FLOPs; predicted {step.seconds * 1e3:,.3f} ms: computing "
@@ -100,6 +109,8 @@ def closing_lines(step: StepCost, notes: Sequence[str], *, is_exact: bool) -> li
     ]
     if not is_exact:
         lines.append("the search has not looked at all choices: a better plan may exist")
+    if step.rates:
+        lines.append(step.rates)
     return [*lines, *notes]
 
 
@@ -146,6 +157,7 @@ def traffic_rows(step: StepCost) -> list[tuple[str, ...]]:
     ]
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, whose cells are as wide as the widest of their column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

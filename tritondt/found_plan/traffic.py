@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes and messages of one rank, those received from other hosts apart, and predicted seconds."""
+    """Bytes and messages of one rank, those received from other hosts apart, predicted seconds, and exchanges."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
     far_bytes: int = 0
     messages: int = 0
     seconds: float = 0.0
+    exchanges: int = 0
 
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(
@@ -20,6 +21,7 @@ class Traffic:
             self.far_bytes + other.far_bytes,
             self.messages + other.messages,
             self.seconds + other.seconds,
+            self.exchanges + other.exchanges,
         )
 
     def times(self, number: int) -> "Traffic":
@@ -30,4 +32,5 @@ class Traffic:
             number * self.far_bytes,
             number * self.messages,
             number * self.seconds,
+            number * self.exchanges,
         )

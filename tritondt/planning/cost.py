@@ -31,10 +31,18 @@ _MAY_BE_ZERO = (
     "collective_launch_s",
     "registered_bytes",
     "stages_by_time",
+    "operator_s",
+    "exchange_s",
+    "group_s",
+    "cores_per_host",
+    "float64",
+    "float32",
+    "bfloat16",
+    "float16",
 )
 # Ranks on several hosts whose messages are all listed to price a step.
 _MOST_LISTED = 64
-_Table = TypeVar("_Table", "Link", "CostTable")
+_Table = TypeVar("_Table", "Link", "FlopRates", "CostTable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +55,16 @@ class Link:
     latency_s: float
     bandwidth: float
     busy_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FlopRates:
+    """Floating-point operations a second in large matmuls, by dtype; 0 where a table's `flop_rate` counts."""
+
+    float64: float = 0.0
+    float32: float = 0.0
+    bfloat16: float = 0.0
+    float16: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +86,13 @@ class CostTable:
     with a communicator once: copied in and out, `registered_speedup` times as fast again, in two hops within a host.
     On several hosts the form with the fewest bytes between these is taken where `stages_by_time` is 0. Where it is 1,
     that form is taken if it is predicted to be the fastest, and if NCCL is offered no collective for the transfer.
+
+    Steps of whole models are predicted by `flop_rates`, matmuls by dtype, and by two prices of all other operators:
+    `operator_s` seconds of the host for each, and `operator_bandwidth` bytes a second that it reads and writes. The
+    host takes `exchange_s` for each redistribution of a parallel style, and `group_s` for each of a group of
+    fully_shard, beside what moves. With `cores_per_host` cores, fewer than ranks, the ranks of a host take turns; 0
+    where each rank has its own.
+    `is_measured` says that a calibration has written these prices.
     """
 
     device: Link = Link(2e-6, 400e9)
@@ -91,6 +116,13 @@ class CostTable:
     registered_bytes: int = 0
     registered_speedup: float = 1.0
     stages_by_time: int = 0
+    flop_rates: FlopRates = FlopRates()
+    operator_s: float = 0.0
+    operator_bandwidth: float = 3e10
+    exchange_s: float = 0.0
+    group_s: float = 0.0
+    cores_per_host: int = 0
+    is_measured: bool = False
 
     def to_json(self) -> str:
         """Text of the table, the form in which ranks agree on one."""
@@ -112,6 +144,16 @@ class CostTable:
     def with_prices(self, prices: Any) -> "CostTable":
         """Table with the prices of an object, as JSON has them, in place of its own; ValueError for what are none."""
         return _with_prices(self, prices)
+
+    def rate(self, dtype: str) -> float:
+        """Floating-point operations a second in matmuls of a dtype.
+
+        >>> table = CostTable(flop_rate=1e11, flop_rates=FlopRates(float64=5e10))
+        >>> table.rate("float64"), table.rate("float32")
+        (50000000000.0, 100000000000.0)
+        """
+        found: float = getattr(self.flop_rates, dtype, 0.0)
+        return found or self.flop_rate
 
     def shares_memory(self, num_ranks: int) -> bool:
         """Whether so many ranks read each other's messages where they were packed."""
@@ -181,7 +223,7 @@ def _with_prices(table: _Table, prices: Any) -> _Table:
     for name, price in prices.items():
         if name not in known:
             raise ArgumentError(f"{name!r} is no price of {type(table).__name__}; allowed are {', '.join(known)}")
-        if isinstance(known[name], Link):
+        if isinstance(known[name], Link | FlopRates):
             changed[name] = _with_prices(known[name], price)
         else:
             _check_price(name, price, of_kind=type(known[name]))
@@ -191,7 +233,9 @@ def _with_prices(table: _Table, prices: Any) -> _Table:
 
 def _check_price(name: str, price: Any, of_kind: type) -> None:
     is_number = isinstance(price, int | float) and not isinstance(price, bool) and 0 <= price < inf
-    if name == "busy_share":
+    if name == "is_measured":
+        is_allowed, allowed = isinstance(price, bool), "boolean"
+    elif name == "busy_share":
         is_allowed, allowed = is_number and price <= 1, "number from 0 to 1"
     elif name == "collectives":
         is_allowed, allowed = price in (NONE, EXACT, WIDE, ALL) and is_number, "whole number from 0 to 3"

@@ -30,6 +30,8 @@ CUDA = CostTable(
     first_connection_s=5e-3,
     # bfloat16 without sparsity: 989 Tflop/s (H100 datasheet), of which a large matmul reaches some six tenths, a guess.
     flop_rate=6e14,
+    # HBM3 at nine tenths, a guess.
+    operator_bandwidth=3e12,
     # A pack, a group of messages and an unpack, each some 5 us from launch to end, a guess.
     launch_s=15e-6,
     one_shot_bytes=1 << 18,
