@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 from io import StringIO
 from itertools import combinations
 from random import Random
@@ -11,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tritondt as T
 from tests.found_plan.models import Llama, NormLast, Running
 from tritondt.comm.transports.threads import run_ranks
-from tritondt.errors import ArgumentError, MeshError, ParallelizeError
+from tritondt.errors import ArgumentError, MeshError, ParallelizeError, was_told
 from tritondt.found_plan import FoundPlan, find_plan
 from tritondt.found_plan.candidates import Candidate
 from tritondt.found_plan.search import Chosen, Cost, Priced, frontier
@@ -124,6 +126,46 @@ def test_memory_that_no_plan_keeps_within_names_the_nearest_and_what_it_lacks():
     assert find_plan(model, {"tp": 2}, torch.ones(4, 8), memory_bytes=free.step.memory.most).step == free.step
     with pytest.raises(ParallelizeError, match=rf"the nearest needs {free.step.memory.most:,}, 1 more: parameters "):
         find_plan(model, {"tp": 2}, torch.ones(4, 8), memory_bytes=free.step.memory.most - 1)
+
+
+class Normalized(nn.Module):
+    """A block that counts the steps in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.up(self.norm(x)))
+
+
+def test_blocks_that_write_to_buffers_run_once():
+    sentence = r"with 0 blocks recomputed, gathered \d+; \* is not recomputed: its forward writes to its buffer norm\."
+    with pytest.raises(ParallelizeError, match=sentence):
+        find_plan(nn.Sequential(Normalized(), Normalized()), {"tp": 2}, torch.ones(4, 8), memory_bytes=100)
+
+
+class StopsEarly(nn.Module):
+    """A layer in a checkpoint whose recomputation ends before its forward does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.heard = nn.Linear(4, 4), list[bool]()
+        self.register_forward_hook(self.after, always_call=True)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        error = sys.exc_info()[1] if output is None else None
+        if error is not None:
+            self.heard.append(was_told(error))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.inner(x)).sin() + 1
+
+
+def test_the_early_end_of_a_recomputation_is_no_error_to_tell_others():
+    layer = StopsEarly()
+    checkpoint(layer, torch.ones(2, 4), use_reentrant=False).sum().backward()
+    assert layer.heard == [True]
 
 
 def test_a_plan_is_applied_to_the_mesh_that_it_was_found_for():

@@ -13,6 +13,7 @@ from tests.found_plan.models import Llama, seeded, tokens_of
 from tritondt.cli.demo.model import GPT, Model
 from tritondt.cli.launch import run_on_ranks
 from tritondt.found_plan import FoundPlan, find_plan
+from tritondt.found_plan.recomputation import recompute
 from tritondt.planning.cost import CostTable
 
 RANKS = 4
@@ -63,6 +64,7 @@ def most_bytes(make: Callable[[], nn.Module], plan: FoundPlan) -> int:
     model, inputs = seeded(make), inputs_of(make)
     if plan.mesh.num_ranks > 1:
         plan.apply(model, T.Mesh((plan.mesh.num_ranks,), ("tp",)))
+    recompute(model, plan.laid_out.recomputed)
     optimizer = torch.optim.AdamW(model.parameters())
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -102,6 +104,15 @@ def check(predicted: int, counted: int) -> None:
 def test_memory_of_a_step_of_one_process(make):
     plan = find_plan(seeded(make), {"tp": 1}, inputs_of(make))
     check(plan.step.memory.most, most_bytes(make, plan))
+
+
+@pytest.mark.parametrize("share", [0.9, pytest.param(0.8, marks=pytest.mark.extended)])
+def test_memory_of_a_step_whose_blocks_compute_activations_again(share):
+    free = find_plan(seeded(llama), {"tp": 1}, inputs_of(llama))
+    bound = int(free.step.memory.most * share)
+    plan = find_plan(seeded(llama), {"tp": 1}, inputs_of(llama), memory_bytes=bound)
+    assert plan.recomputed
+    check(plan.step.memory.most, most_bytes(llama, plan))
 
 
 @pytest.mark.extended

@@ -43,6 +43,18 @@ class Candidate(NamedTuple):
         return frozenset(name for name, _ in self.styles)
 
 
+def joined_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The styles of several candidates in one; None for no candidate."""
+    if not candidates:
+        return None
+    return Candidate(
+        ", ".join(each.label for each in candidates),
+        tuple(choice for each in candidates for choice in each.styles),
+        tuple(cut for each in candidates for cut in each.heads),
+        any(each.replicates_plain for each in candidates),
+    )
+
+
 class RegionForm(NamedTuple):
     """A way to cut a region: the units of its entries, and the dim of those inside on which heads lie."""
 

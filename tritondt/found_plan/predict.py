@@ -11,6 +11,7 @@ from tritondt.found_plan.data_sharding import Group, data_movements, groups_of, 
 from tritondt.found_plan.dry_run import Axis, Movement, Phase, Tally, dry_run
 from tritondt.found_plan.mesh_axes import MeshAxes
 from tritondt.found_plan.prices import Prices
+from tritondt.found_plan.recomputation import recompute
 from tritondt.found_plan.stand_in import fake_inputs, stand_in, without_memory
 from tritondt.found_plan.step_cost import Memory, StepCost
 from tritondt.found_plan.style_choice import StyleChoice
@@ -22,12 +23,14 @@ _OF_ADAM = 2
 
 
 class LaidOut(NamedTuple):
-    """A layout of a model: styles by pattern of names, heads that are cut, and patterns of modules that are sharded."""
+    """A layout of a model: styles by pattern of names, heads that are cut, patterns of modules that are sharded, and
+    names of blocks that are recomputed in backward."""
 
     styles: tuple[tuple[str, StyleChoice], ...]
     heads: tuple[HeadCut, ...]
     replicates_plain: bool
     sharded: tuple[str, ...]
+    recomputed: tuple[str, ...] = ()
 
 
 def predicted_step(
@@ -46,6 +49,12 @@ def predicted_step(
         made = stand_in(model)
         names = sharded_names(made, laid_out.sharded)
         ranks = axes.ranks_along(axes.tensor, rank)
+
+        def then(laid: nn.Module) -> None:
+            recompute(laid, laid_out.recomputed)
+            if axes.data is not None:
+                sum_apart(laid, names)
+
         tally = dry_run(
             made,
             fake_inputs(inputs),
@@ -54,7 +63,7 @@ def predicted_step(
             laid_out.heads,
             replicates_plain=laid_out.replicates_plain,
             train=train,
-            then=(lambda laid: sum_apart(laid, names)) if axes.data is not None else None,
+            then=then,
         )
         movements, groups = tally.movements, list[Group]()
         if axes.data is not None:
