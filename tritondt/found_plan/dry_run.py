@@ -112,7 +112,7 @@ def dry_run(
     *,
     replicates_plain: bool = False,
     train: bool = True,
-    then: Callable[[nn.Module], None] | None = None,
+    then: Callable[[nn.Module, LiveBytes], None] | None = None,
 ) -> Tally:
     """Tally of one step of the calling rank of a model without memory, laid out in place by `styles`, and by `then`.
 
@@ -124,12 +124,14 @@ def dry_run(
         plain = "replicated" if replicates_plain else "refused"
         parallelize_module(model, mesh, plan, src_data_rank=None, plain_tensors=plain)  # type: ignore[arg-type]
         adapt_heads(model, heads, mesh)
+    counting, kept = _Counting(), LiveBytes()
     if then is not None:
-        then(model)
+        then(model, counting.live)
     if replicates_plain:
         # The first call of an operator on distributed tensors runs it once more, on whole shapes.
         _run_step(model, inputs, _Counting(), train=train)
-    counting, kept = _Counting(), LiveBytes()
+        model.zero_grad()
+        counting.live.restart()
     given = list(model.parameters()), list(model.buffers()), inputs
     counting.live.know(given)
     kept.know(given[0])

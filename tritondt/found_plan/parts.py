@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,6 +9,7 @@ from torch import nn
 from tritondt.errors import ParallelizeError, TritondtError
 from tritondt.found_plan.candidates import Candidate, RegionForm, lone_candidates, region_candidate
 from tritondt.found_plan.dry_run import Tally, dry_run
+from tritondt.found_plan.live_bytes import LiveBytes
 from tritondt.found_plan.prices import Prices
 from tritondt.found_plan.recomputation import recompute
 from tritondt.found_plan.recording import Recording
@@ -43,7 +43,10 @@ class Trials:
     def run(self, candidate: Candidate | None, num_ranks: int | None = None, recomputed: Sequence[str] = ()) -> Tally:
         """Tally with one candidate, on so many ranks or those of the tensor axis; None for the model as it is."""
         model, inputs = self.make()
-        then = partial(recompute, names=recomputed)
+
+        def then(laid: nn.Module, _: LiveBytes) -> None:
+            recompute(laid, recomputed)
+
         if candidate is None:
             return dry_run(model, inputs, None, {}, (), train=self.train, then=then)
         ranks = self.tensor_ranks if num_ranks is None else tuple(range(num_ranks))

@@ -48,7 +48,7 @@ class Memory:
     """Bytes of a rank: parameters, gradients, optimizer, activations kept for backward, and gathered parameters.
 
     `most` are those that live at one time: activations are freed while gradients are made, and operators have temporary
-    tensors. With a data axis it is the sum of the parts.
+    tensors. Parameters that fully_shard gathers, and gradients that it packs and reduces, count while they are there.
     """
 
     parameters: int
