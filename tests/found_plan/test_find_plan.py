@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+from collections import OrderedDict
 from io import StringIO
 from itertools import combinations
 from random import Random
@@ -244,6 +245,22 @@ def test_the_model_is_left_as_it_is_and_may_be_on_meta():
     assert find_plan(Dropping().to("meta"), {"tp": 2}, torch.ones(4, 8, device="meta")) == found
 
 
+class Rows(nn.Module):
+    """A layer that runs on those rows alone that a test of their values chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(0, torch.where(x[:, 0] > 0)[0], cast(Tensor, self.up(x[x[:, 0] > 0])))
+
+
+def test_rows_that_values_choose_are_refused_by_operator_and_module():
+    with pytest.raises(ParallelizeError, match=r"aten\.nonzero\.default in rows \(Rows\) failed there: Dynamic"):
+        find_plan(nn.Sequential(OrderedDict(rows=Rows())), {"tp": 2}, torch.ones(3, 8))
+
+
 class Turning(nn.Module):
     """Tables of positions as plain attributes, one of them in a list, as code of Llama keeps them."""
 
@@ -267,10 +284,10 @@ def test_tensors_that_are_plain_attributes_stay_with_values_and_on_meta():
 class Grouped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 8, 8))
+        self.weight = nn.Parameter(torch.ones(2, 8, 8, dtype=torch.bfloat16))
 
     def forward(self, x: Tensor) -> Tensor:
-        ends = torch.tensor([2, 4], dtype=torch.int32)
+        ends = torch.tensor([2, 4])
         return torch._grouped_mm(x, self.weight, offs=ends)
 
 
@@ -282,7 +299,7 @@ def test_a_refusal_is_one_sentence_and_torch_prints_no_traceback_beside_it():
     filters = list(log.filters)
     try:
         with pytest.raises(ParallelizeError, match=r"_grouped_mm\S* in the model itself \(Grouped\) failed"):
-            find_plan(Grouped(), {"tp": 2}, torch.ones(4, 8))
+            find_plan(Grouped(), {"tp": 2}, torch.ones(4, 8, dtype=torch.bfloat16))
     finally:
         log.removeHandler(listener)
     assert heard.getvalue() == ""

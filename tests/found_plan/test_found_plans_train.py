@@ -314,6 +314,7 @@ def _transformers(kind: str, config: str, **sizes: Any) -> Callable[[], nn.Modul
 
 _SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 18, "vocab_size": 21}
 _HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4}
+_MIXTURE = {**_SIZES, **_HEADS, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _GPT2 = {"n_embd": 24, "n_layer": 2, "n_head": 6, "vocab_size": 21, "n_positions": 8}
 
@@ -334,3 +335,11 @@ def test_models_of_transformers(make, sizes):
     options = {} if "Bert" in make.__closure__[2].cell_contents else {"use_cache": False}
     plan = check(make, lambda part: {"input_ids": tokens_of(part), **options}, sizes, every=True)
     assert any("heads" in part.layout for part in plan.parts), plan
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, pytest.param({"tp": 4}, marks=pytest.mark.soak)], ids=str)
+def test_experts_of_transformers_are_cut_by_features(sizes):
+    make = _transformers("MixtralForCausalLM", "MixtralConfig", **_MIXTURE)
+    plan = check(make, lambda part: {"input_ids": tokens_of(part), "use_cache": False}, sizes, every=True)
+    assert styles(plan)["model.layers.*.mlp.experts"].startswith("ShardedExperts(features={'gate_up_proj': 'packed_")

@@ -42,6 +42,15 @@ class Movement(NamedTuple):
     dtype: str
 
 
+def _grouped_flops(first: torch.Tensor, second: torch.Tensor, *_: Any, out_val: torch.Tensor, **__: Any) -> int:
+    """FLOPs of torch._grouped_mm: each row, and each column, is in one group."""
+    is_by_groups = first.ndim == second.ndim == 2
+    return 2 * first.shape[-1] * (first.shape[0] * second.shape[1] if is_by_groups else out_val.numel())
+
+
+_FLOPS: dict[Any, Any] = {torch.ops.aten._grouped_mm: _grouped_flops, **flop_registry}
+
+
 class LocalCall(NamedTuple):
     """An operator of forward that makes new values, and the shapes of its tensors on this rank."""
 
@@ -86,7 +95,7 @@ class _Counting(TorchDispatchMode):
             layouts = source.layout, target.layout
             self.tally.movements[Movement(self.phase, "tensor", source.mesh.ranks, *layouts, dtype)] += 1
         elif not func.is_view and func.namespace == "aten":
-            counted = flop_registry.get(func._overloadpacket)
+            counted = _FLOPS.get(func._overloadpacket)
             if counted is not None:
                 self.tally.flops[self.phase] += int(counted(*args, **kwargs, out_val=found))
             if self.phase == "forward":

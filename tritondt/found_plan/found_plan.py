@@ -73,7 +73,9 @@ class FoundPlan:
 
     def _imports(self, code: str) -> list[str]:
         """Lines that import the names of a program."""
-        kinds = {choice.kind for _, choice in self.laid_out.styles}
+        kinds = {(choice.package, choice.kind) for _, choice in self.laid_out.styles}
+        experts = [kind for package, kind in kinds if package == "tritondt.interop.transformers"]
+        styles = sorted(kind for package, kind in kinds if package == "tritondt.parallel")
         wanted = {
             "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": ["checkpoint_wrapper"]
             if self.laid_out.recomputed
@@ -81,7 +83,8 @@ class FoundPlan:
             "tritondt": [name for name in ("Replicate", "Shard") if f"{name}(" in code],
             "tritondt.found_plan": ["HeadCut", "adapt_heads"] if self.laid_out.heads else [],
             "tritondt.fsdp": ["fully_shard"] if self.mesh.data is not None else [],
-            "tritondt.parallel": [*sorted(kinds), "parallelize_module"] if kinds else [],
+            "tritondt.interop.transformers": experts,
+            "tritondt.parallel": [*styles, "parallelize_module"] if kinds else [],
         }
         return [f"from {module} import {', '.join(names)}" for module, names in wanted.items() if names]
 
