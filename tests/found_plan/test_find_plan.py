@@ -2,6 +2,8 @@
 
 import logging
 import re
+import sys
+from collections import OrderedDict
 from io import StringIO
 from itertools import combinations
 from random import Random
@@ -11,11 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tritondt as T
 from tests.found_plan.models import Llama, NormLast, Running
 from tritondt.comm.transports.threads import run_ranks
-from tritondt.errors import ArgumentError, MeshError, ParallelizeError
+from tritondt.errors import ArgumentError, MeshError, ParallelizeError, was_told
 from tritondt.found_plan import FoundPlan, find_plan
 from tritondt.found_plan.candidates import Candidate
 from tritondt.found_plan.search import Chosen, Cost, Priced, frontier
@@ -126,6 +129,46 @@ def test_memory_that_no_plan_keeps_within_names_the_nearest_and_what_it_lacks():
         find_plan(model, {"tp": 2}, torch.ones(4, 8), memory_bytes=free.step.memory.most - 1)
 
 
+class Normalized(nn.Module):
+    """A block that counts the steps in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.up(self.norm(x)))
+
+
+def test_blocks_that_write_to_buffers_run_once():
+    sentence = r"with 0 blocks recomputed, gathered \d+; \* is not recomputed: its forward writes to its buffer norm\."
+    with pytest.raises(ParallelizeError, match=sentence):
+        find_plan(nn.Sequential(Normalized(), Normalized()), {"tp": 2}, torch.ones(4, 8), memory_bytes=100)
+
+
+class StopsEarly(nn.Module):
+    """A layer in a checkpoint whose recomputation ends before its forward does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.heard = nn.Linear(4, 4), list[bool]()
+        self.register_forward_hook(self.after, always_call=True)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        error = sys.exc_info()[1] if output is None else None
+        if error is not None:
+            self.heard.append(was_told(error))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.inner(x)).sin() + 1
+
+
+def test_the_early_end_of_a_recomputation_is_no_error_to_tell_others():
+    layer = StopsEarly()
+    checkpoint(layer, torch.ones(2, 4), use_reentrant=False).sum().backward()
+    assert layer.heard == [True]
+
+
 def test_a_plan_is_applied_to_the_mesh_that_it_was_found_for():
     plan = find_plan(nn.Linear(4, 4), {"dp": 2}, torch.ones(3, 4))
     with pytest.raises(MeshError, match=r"found for a mesh of dp=2, and apply got dp=3; find one for that"):
@@ -202,6 +245,22 @@ def test_the_model_is_left_as_it_is_and_may_be_on_meta():
     assert find_plan(Dropping().to("meta"), {"tp": 2}, torch.ones(4, 8, device="meta")) == found
 
 
+class Rows(nn.Module):
+    """A layer that runs on those rows alone that a test of their values chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(0, torch.where(x[:, 0] > 0)[0], cast(Tensor, self.up(x[x[:, 0] > 0])))
+
+
+def test_rows_that_values_choose_are_refused_by_operator_and_module():
+    with pytest.raises(ParallelizeError, match=r"aten\.nonzero\.default in rows \(Rows\) failed there: Dynamic"):
+        find_plan(nn.Sequential(OrderedDict(rows=Rows())), {"tp": 2}, torch.ones(3, 8))
+
+
 class Turning(nn.Module):
     """Tables of positions as plain attributes, one of them in a list, as code of Llama keeps them."""
 
@@ -225,10 +284,10 @@ def test_tensors_that_are_plain_attributes_stay_with_values_and_on_meta():
 class Grouped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 8, 8))
+        self.weight = nn.Parameter(torch.ones(2, 8, 8, dtype=torch.bfloat16))
 
     def forward(self, x: Tensor) -> Tensor:
-        ends = torch.tensor([2, 4], dtype=torch.int32)
+        ends = torch.tensor([2, 4])
         return torch._grouped_mm(x, self.weight, offs=ends)
 
 
@@ -240,7 +299,7 @@ def test_a_refusal_is_one_sentence_and_torch_prints_no_traceback_beside_it():
     filters = list(log.filters)
     try:
         with pytest.raises(ParallelizeError, match=r"_grouped_mm\S* in the model itself \(Grouped\) failed"):
-            find_plan(Grouped(), {"tp": 2}, torch.ones(4, 8))
+            find_plan(Grouped(), {"tp": 2}, torch.ones(4, 8, dtype=torch.bfloat16))
     finally:
         log.removeHandler(listener)
     assert heard.getvalue() == ""

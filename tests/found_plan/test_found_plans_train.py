@@ -49,6 +49,10 @@ def by_tokens(part: int) -> dict[str, Any]:
     return {"tokens": tokens_of(part)}
 
 
+def by_features(part: int) -> dict[str, Any]:
+    return {"x": features_of(part)}
+
+
 def by_pictures(part: int) -> dict[str, Any]:
     return {"x": pictures_of(part)}
 
@@ -167,7 +171,7 @@ def test_sequences_are_cut_between_the_parts_of_blocks_unevenly_too():
 
 @pytest.mark.parametrize("kind", [BlocksInTuples, NormsLast], ids=lambda kind: kind.__name__)
 def test_sequences_of_blocks_that(kind):
-    plan = check(kind, lambda part: {"x": features_of(part)}, {"dp": 2, "tp": 2}, objective="memory")
+    plan = check(kind, by_features, {"dp": 2, "tp": 2}, objective="memory")
     assert plan.laid_out.sharded == ("*" if kind is NormsLast else "blocks.*",)
     assert any("cut the sequence, dim 1" in part.layout for part in plan.parts), plan
 
@@ -214,6 +218,49 @@ def test_a_model_that_is_a_list_of_blocks(sizes):
     plan = check(blocks_alone, rows_of, sizes, objective="memory")
     assert plan.laid_out.sharded == ("*",)
     assert 'for block in model:\n    fully_shard(block, mesh=mesh["dp"])' in plan.code
+
+
+def bounded(
+    make: Callable[[], nn.Module], inputs: Inputs, sizes: dict[str, int], share: float, **options: Any
+) -> FoundPlan:
+    """The plan within a share of the memory that a step takes whose blocks keep all activations, trained."""
+    given = sizes, inputs(0)
+    free = find_plan(seeded(make), *given, objective="memory", costs=CostTable(flop_rate=1e8))
+    return check(make, inputs, sizes, memory_bytes=int(free.step.memory.most * share), **options)
+
+
+def many_rows(part: int) -> dict[str, Any]:
+    return {"input": rows_of(part)["input"].repeat(1, 90, 1)}
+
+
+def longer(inputs: Inputs, part: int) -> dict[str, Any]:
+    return {name: value.repeat_interleave(4, 1) for name, value in inputs(part).items()}
+
+
+def test_blocks_compute_activations_again_to_keep_within_memory():
+    plan = bounded(blocks_alone, many_rows, {"tp": 2}, 0.95)
+    (found,) = plan.recomputed
+    assert plan.laid_out.recomputed == tuple(map(str, range(found.number)))
+    assert (found.name, found.total) == ("*", 4)
+    assert found.flops > 0
+    assert "recomputed  blocks  each: FLOPs  bytes in" in plan.explain()
+    assert 'for name in [f"{index}" for index in range(0, ' in plan.code
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("make", "inputs", "sizes", "share"),
+    [
+        (partial(Llama, length=3), partial(longer, by_tokens), {"dp": 2, "tp": 2}, 0.9),
+        (partial(gpt, 3), gpt_inputs, {"tp": 2}, 0.985),
+        (partial(gpt, 3), gpt_inputs, {"dp": 2}, 0.8),
+        pytest.param(partial(Llama, length=3), partial(longer, by_tokens), {"tp": 2}, 0.9, marks=pytest.mark.soak),
+    ],
+    ids=["llama, dp and tp", "gpt, tp", "gpt, dp", "llama, tp"],
+)
+def test_blocks_compute_activations_again_on_every_mesh(make, inputs, sizes, share):
+    plan = bounded(make, inputs, sizes, share, every=True)
+    assert plan.recomputed, plan
 
 
 class Often(nn.Module):
@@ -267,6 +314,7 @@ def _transformers(kind: str, config: str, **sizes: Any) -> Callable[[], nn.Modul
 
 _SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 18, "vocab_size": 21}
 _HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4}
+_MIXTURE = {**_SIZES, **_HEADS, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _GPT2 = {"n_embd": 24, "n_layer": 2, "n_head": 6, "vocab_size": 21, "n_positions": 8}
 
@@ -287,3 +335,11 @@ def test_models_of_transformers(make, sizes):
     options = {} if "Bert" in make.__closure__[2].cell_contents else {"use_cache": False}
     plan = check(make, lambda part: {"input_ids": tokens_of(part), **options}, sizes, every=True)
     assert any("heads" in part.layout for part in plan.parts), plan
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, pytest.param({"tp": 4}, marks=pytest.mark.soak)], ids=str)
+def test_experts_of_transformers_are_cut_by_features(sizes):
+    make = _transformers("MixtralForCausalLM", "MixtralConfig", **_MIXTURE)
+    plan = check(make, lambda part: {"input_ids": tokens_of(part), "use_cache": False}, sizes, every=True)
+    assert styles(plan)["model.layers.*.mlp.experts"].startswith("ShardedExperts(features={'gate_up_proj': 'packed_")

@@ -1,6 +1,11 @@
 """Memory that a plan predicts, and what torch's profiler counts in a step of real processes."""
 
+import ctypes
+import gc
+import subprocess
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +18,7 @@ from tests.found_plan.models import Llama, seeded, tokens_of
 from tritondt.cli.demo.model import GPT, Model
 from tritondt.cli.launch import run_on_ranks
 from tritondt.found_plan import FoundPlan, find_plan
+from tritondt.found_plan.recomputation import recompute
 from tritondt.planning.cost import CostTable
 
 RANKS = 4
@@ -31,8 +37,8 @@ class WithLoss(nn.Module):
         return F.cross_entropy(scores, torch.arange(scores.shape[0]) % scores.shape[1])
 
 
-def gpt() -> nn.Module:
-    return WithLoss(GPT(Model(heads=6, layers=2, width=48, sequence=32)))
+def gpt(layers: int = 2) -> nn.Module:
+    return WithLoss(GPT(Model(heads=6, layers=layers, width=48, sequence=32)))
 
 
 def llama() -> nn.Module:
@@ -63,6 +69,7 @@ def most_bytes(make: Callable[[], nn.Module], plan: FoundPlan) -> int:
     model, inputs = seeded(make), inputs_of(make)
     if plan.mesh.num_ranks > 1:
         plan.apply(model, T.Mesh((plan.mesh.num_ranks,), ("tp",)))
+    recompute(model, plan.laid_out.recomputed)
     optimizer = torch.optim.AdamW(model.parameters())
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -93,6 +100,51 @@ def compare(make: Callable[[], nn.Module]) -> None:
         check(predicted, found)
 
 
+def count_all_threads(send: Any, jobs: list[tuple[Callable[[], nn.Module], str]]) -> list[int]:
+    """The most bytes of tensors that live at one time in the third step of each plan on this rank, on all threads."""
+    return [most_of_all_threads(make, FoundPlan.from_json(text)) for make, text in jobs]
+
+
+def most_of_all_threads(make: Callable[[], nn.Module], plan: FoundPlan) -> int:
+    counted: Any = ctypes.CDLL(None)
+    counted.counted_bytes.restype = counted.most_counted_bytes.restype = ctypes.c_long
+    gc.collect()
+    before: int = counted.counted_bytes()
+    model, inputs = seeded(make), inputs_of(gpt)
+    plan.apply(model, T.Mesh(plan.mesh.sizes, plan.mesh.names))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        counted.count_anew()
+        model(**inputs).backward()
+        optimizer.step()
+    return int(counted.most_counted_bytes()) - before
+
+
+@pytest.mark.extended
+def test_memory_of_a_step_with_a_data_axis(tmp_path, monkeypatch):
+    library = tmp_path / "counted_memory.so"
+    source = Path(__file__).with_name("counted_memory.cpp")
+    subprocess.run(["g++", "-O1", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True)
+    make = partial(gpt, 3)
+    jobs = []
+    for sizes in ({"dp": 4}, {"dp": 2, "tp": 2}):
+        for objective in ("memory", "step time"):
+            costs = CostTable(flop_rate=1e7)
+            jobs.append(find_plan(seeded(make), sizes, inputs_of(gpt), objective=objective, costs=costs))
+    bound = int(jobs[0].step.memory.most * 0.9)
+    jobs.append(find_plan(seeded(make), {"dp": 4}, inputs_of(gpt), memory_bytes=bound))
+    assert jobs[-1].recomputed
+    assert {plan.laid_out.sharded for plan in jobs} == {("model.blocks.*",), ()}
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    texts = [(make, plan.to_json()) for plan in jobs]
+    found, *_ = run_on_ranks(RANKS, count_all_threads, texts, on_message=print)
+    assert isinstance(found, list)
+    for plan, counted in zip(jobs, found, strict=True):
+        # The library sees what is no tensor as well: some 26,000 bytes of a step over the tensor axis.
+        assert 0.95 * counted < plan.step.memory.most < 1.02 * counted, (str(plan.mesh), plan.step.memory, counted)
+
+
 def check(predicted: int, counted: int) -> None:
     """The two are equal but for the numbers of steps, one for each parameter, that AdamW holds."""
     assert 0.97 * counted < predicted <= counted
@@ -102,6 +154,15 @@ def check(predicted: int, counted: int) -> None:
 def test_memory_of_a_step_of_one_process(make):
     plan = find_plan(seeded(make), {"tp": 1}, inputs_of(make))
     check(plan.step.memory.most, most_bytes(make, plan))
+
+
+@pytest.mark.parametrize("share", [0.9, pytest.param(0.8, marks=pytest.mark.extended)])
+def test_memory_of_a_step_whose_blocks_compute_activations_again(share):
+    free = find_plan(seeded(llama), {"tp": 1}, inputs_of(llama))
+    bound = int(free.step.memory.most * share)
+    plan = find_plan(seeded(llama), {"tp": 1}, inputs_of(llama), memory_bytes=bound)
+    assert plan.recomputed
+    check(plan.step.memory.most, most_bytes(llama, plan))
 
 
 @pytest.mark.extended

@@ -21,7 +21,7 @@ from tritondt.cli.outputs import ProgressLine, is_first
 from tritondt.cli.plan_check import check, check_text, differences, refuse_unrunnable
 from tritondt.errors import ParallelizeError
 from tritondt.found_plan import FoundMesh, FoundPlan, find_mesh, find_plan
-from tritondt.found_plan.step_cost import closing_lines, part_rows, traffic_rows
+from tritondt.found_plan.step_cost import closing_lines, part_rows, recomputed_rows, traffic_rows
 
 
 def plan_model(
@@ -171,6 +171,9 @@ def _of_plan(plan: FoundPlan) -> list[str]:
     body = [f"<pre>{escape(plan.code)}</pre>"]
     if plan.parts:
         head, *rows = part_rows(plan.parts)
+        body.append(table(head, rows))
+    if plan.recomputed:
+        head, *rows = recomputed_rows(plan.recomputed)
         body.append(table(head, rows))
     head, *rows = traffic_rows(plan.step)
     closing = closing_lines(plan.step, plan.notes, is_exact=plan.is_exact)

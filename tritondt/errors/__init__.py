@@ -66,11 +66,15 @@ def was_told(error: BaseException) -> bool:
     (False, None, True, True)
     """
     found: BaseException | None = error
+    if type(found).__name__ == _END_OF_RECOMPUTATION:
+        return True
     while found is not None and not isinstance(found, PeerError) and _TOLD not in found.__dict__:
         found = found.__cause__
     return found is not None
 
 
+# By which torch's checkpoints end a recomputation once nothing more is read of it: every rank ends its own there.
+_END_OF_RECOMPUTATION = "_StopRecomputationError"
 # On an error of which other ranks were told.
 _TOLD = "_tritondt_told"
 

@@ -8,6 +8,7 @@ from torch import nn
 from tritondt.found_plan.attention_heads import HeadCut
 from tritondt.found_plan.regions import FeatureUnits, Region, is_linear, is_transposed, num_features
 from tritondt.found_plan.style_choice import StyleChoice, style
+from tritondt.interop.transformers.experts import feature_styles
 from tritondt.parallel.ties import ties_of
 
 
@@ -41,6 +42,18 @@ class Candidate(NamedTuple):
     def names(self) -> frozenset[str]:
         """Names of the modules."""
         return frozenset(name for name, _ in self.styles)
+
+
+def joined_candidate(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The styles of several candidates in one; None for no candidate."""
+    if not candidates:
+        return None
+    return Candidate(
+        ", ".join(each.label for each in candidates),
+        tuple(choice for each in candidates for choice in each.styles),
+        tuple(cut for each in candidates for cut in each.heads),
+        any(each.replicates_plain for each in candidates),
+    )
 
 
 class RegionForm(NamedTuple):
@@ -144,7 +157,10 @@ def lone_candidates(model: nn.Module, names: Sequence[str], num_ranks: int) -> I
     for name, module in modules.items():
         if name in tied:
             continue
-        if isinstance(module, nn.Embedding):
+        features = feature_styles(module)
+        if features is not None:
+            yield Candidate("cut features of experts", ((name, style("ShardedExperts", features=features)),))
+        elif isinstance(module, nn.Embedding):
             if min(module.weight.shape) >= num_ranks and not _needs_rows(module):
                 yield Candidate("cut rows", ((name, style("RowwiseParallel", balanced=True)),))
                 gathered = style("ColwiseParallel", balanced=True, output_layouts="R")

@@ -1,19 +1,22 @@
 """Parameters sharded over the data axis: the groups that fully_shard gathers, and the exchanges of a step."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tritondt.found_plan.attention_heads import matches
-from tritondt.found_plan.dry_run import Movement, local_shape
+from tritondt.found_plan.dry_run import Movement, local_numel, local_shape
+from tritondt.found_plan.live_bytes import LiveBytes
 from tritondt.found_plan.repeated_blocks import RepeatedBlocks
+from tritondt.fsdp.flat import aligned_length
 from tritondt.fsdp.flat_layout import FlatLayout, Member
-from tritondt.parallel.forward_pass import APART, terms_of
-from tritondt.parallel.gradients import Terms, begin_pass, end_pass
+from tritondt.fsdp.state import ShardedState
+from tritondt.parallel.forward_pass import APART
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Partial, Replicate, Shard
 
@@ -56,6 +59,14 @@ def groups_of(model: nn.Module, names: Sequence[str]) -> list[Group]:
 def sharded_bytes(groups: Sequence[Group], num_ranks: int, index: int) -> int:
     """Bytes of the shards that one rank of the data axis holds."""
     return sum(FlatLayout(each.members, num_ranks).lengths[index] * each.dtype.itemsize for each in groups)
+
+
+def largest_shard(groups: Sequence[Group], num_ranks: int, index: int) -> int:
+    """Bytes of the largest shard of a parameter with gradients that a rank holds; 0 for no groups."""
+    shards = (
+        prod(member.shard_shape(num_ranks, index)) * each.dtype.itemsize for each in groups for member in each.trained
+    )
+    return max(shards, default=0)
 
 
 def data_movements(groups: Sequence[Group], ranks: tuple[int, ...], *, train: bool) -> Counter[Movement]:
@@ -102,29 +113,90 @@ def sharded_names(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return [name for pattern in patterns for name in names if matches(name, pattern)]
 
 
-def sum_apart(model: nn.Module, names: Sequence[str]) -> None:
-    """Lets modules that are sharded one by one sum terms of gradients each by itself, as those of fully_shard do."""
-    taken = set[int]()
+def shard_counted(model: nn.Module, names: Sequence[str], num_ranks: int, index: int, live: LiveBytes) -> None:
+    """Gives a model the hooks of fully_shard on the modules `names` and on the model, which count in place of moving.
+
+    The order in which parameters are gathered and freed, and gradients reduced, is that of a real step. Bytes are those
+    of the rank `index` on a data axis of so many ranks. Modules sum terms of gradients each by itself, as sharded ones.
+    """
+    taken, states = set[int](), list[ShardedState]()
+    held = set[int]()
     for name in (*names, ""):
         module = model.get_submodule(name)
         own = [each for each in module.modules() if id(each) not in taken]
         taken.update(map(id, own))
+        parameters = [found for each in own for found in each._parameters.values() if found is not None]
+        chosen = list({id(found): found for found in parameters if id(found) not in held}.values())
+        held.update(map(id, chosen))
         for each in own:
             if each._parameters:
                 each.__dict__[APART] = True
-        _Pass(own).install(module)
+        counted: Any = _CountedGroup(chosen, num_ranks, index, live) if chosen else None
+        states.append(ShardedState([module], own, counted, MixedPrecisionPolicy(), None))
+    root = states[-1]
+    for state in states[:-1]:
+        root.tree.take_over(state.tree)
+    # The order of the pass before, by which what comes next is gathered ahead.
+    for state in (root, *states[:-1]):
+        root.tree.enter(state)
+    for state in (root, *states[:-1]):
+        root.tree.leave(state)
 
 
-class _Pass:
-    """Hooks around the forward of a sharded module, by which its modules have a pass of their own."""
+class _CountedGroup:
+    """Parameters of one call of fully_shard, as its hooks see them: what they gather, free and reduce is counted."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, parameters: Sequence[nn.Parameter], num_ranks: int, index: int, live: LiveBytes) -> None:
+        self.parameters, self._live = list(parameters), live
+        self.is_whole = self._is_under_way = False
+        self._gathered_bytes = self._whole_bytes = self._packed_bytes = self._reduced_bytes = 0
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for dtype, found in by_dtype.items():
+            trained = [Member(local_shape(each), 0) for each in found if each.requires_grad]
+            flat = FlatLayout(trained, num_ranks, len(trained))
+            self._packed_bytes += flat.numel * dtype.itemsize
+            self._reduced_bytes += flat.lengths[index] * dtype.itemsize
+            self._gathered_bytes += sum(map(local_numel, found)) * dtype.itemsize
+            self._whole_bytes += sum(map(aligned_length, map(local_shape, found))) * dtype.itemsize
 
-    def _terms(self) -> Iterator[Terms]:
-        for module in self._modules:
-            yield from terms_of(module)
+    def issue_gather(self) -> None:
+        """Counts what the exchange gives, unless it is here or under way."""
+        if not self.is_whole and not self._is_under_way:
+            self._is_under_way = True
+            self._live.hold(self._gathered_bytes)
 
-    def install(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(lambda *_: begin_pass(self, self._terms, is_apart=True), prepend=True)
-        module.register_forward_hook(lambda *_: end_pass(self))
+    def wait(self) -> None:
+        """Counts the whole parameters in place of what was gathered, which is copied to them."""
+        if self._is_under_way:
+            self._is_under_way, self.is_whole = False, True
+            self._live.hold(self._whole_bytes)
+            self._live.release(self._gathered_bytes)
+
+    def free(self, num_keepers: int = 0) -> None:
+        """Counts the whole parameters no longer."""
+        if self._is_under_way:
+            self._is_under_way = False
+            self._live.release(self._gathered_bytes)
+        if self.is_whole:
+            self.is_whole = False
+            self._live.release(self._whole_bytes)
+
+    def register(self, *, whole: bool) -> None:
+        """The parameters stay where they are: they have no memory."""
+
+    def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient that was not reduced."""
+        return any(parameter.grad is not None for parameter in self.parameters)
+
+    def issue_reduction(self, policy: object) -> None:
+        """Counts the gradients that are packed and reduced, in place of those of the whole parameters."""
+        self._live.hold(self._packed_bytes)
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._live.hold(self._reduced_bytes)
+        self._live.release(self._packed_bytes)
+
+    def finish_reductions(self) -> None:
+        """The reduced gradients stay."""

@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -10,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import ArgumentError, ParallelizeError
 from tritondt.errors.arguments import checked
-from tritondt.found_plan.attention_heads import HeadCut, knows_heads
-from tritondt.found_plan.candidates import Candidate
+from tritondt.found_plan.attention_heads import HeadCut, knows_heads, matches
+from tritondt.found_plan.candidates import Candidate, joined_candidate
 from tritondt.found_plan.data_sharding import sharded_patterns
 from tritondt.found_plan.dry_run import Movement, Phase, Tally, dry_run
 from tritondt.found_plan.found_plan import FoundPlan
@@ -19,11 +20,12 @@ from tritondt.found_plan.mesh_axes import MeshAxes, mesh_axes
 from tritondt.found_plan.parts import FAILURES, Trials
 from tritondt.found_plan.predict import LaidOut, predicted_step
 from tritondt.found_plan.prices import Prices, built_in_prices, prices_of_world
+from tritondt.found_plan.recomputation import BlockKind, block_kinds, fewest
 from tritondt.found_plan.recording import Recording, record
 from tritondt.found_plan.repeated_blocks import RepeatedBlocks
 from tritondt.found_plan.search import Chosen, Cost, Priced, best, frontier
 from tritondt.found_plan.stand_in import fake_inputs, stand_in, without_memory
-from tritondt.found_plan.step_cost import PartCost, StepCost
+from tritondt.found_plan.step_cost import PartCost, RecomputedCost, StepCost
 from tritondt.found_plan.style_choice import WHOLE, StyleChoice
 from tritondt.found_plan.traffic import Traffic
 from tritondt.planning.cost import CostTable
@@ -33,6 +35,8 @@ from tritondt.sharding.placement import Replicate, Shard
 Objective = Literal["step time", "bytes", "memory"]
 # Tensors as large as a parameter that optimizers hold for each.
 OPTIMIZER_TENSORS = {"adamw": 2, "adam": 2, "sgd": 0, "sgd with momentum": 1}
+# Choices of the search of which it is tried how many blocks would have to compute activations again.
+_MOST_RECOMPUTED = 4
 
 
 class Wanted(NamedTuple):
@@ -128,6 +132,24 @@ class _Part:
     cost: Cost
 
 
+class _Plan(NamedTuple):
+    """A choice laid out, the first rank's step, and the costs of blocks that compute activations again."""
+
+    chosen: Chosen
+    laid_out: LaidOut
+    step: StepCost
+    recomputed: tuple[RecomputedCost, ...] = ()
+
+
+class _Recomputing(NamedTuple):
+    """A choice, with the costs that it adds with recomputed blocks, and the names and costs of these, best first."""
+
+    chosen: Chosen
+    added: Cost
+    names: tuple[str, ...]
+    costs: tuple[RecomputedCost, ...]
+
+
 class _Finder:
     """The search for one model, mesh and set of inputs."""
 
@@ -148,11 +170,12 @@ class _Finder:
         with without_memory(0, self.axes.num_ranks):
             recording = self._record()
             parts, notes, whole = self._parts(recording)
-            chosen, is_exact = self._chosen(parts, whole)
+            listed, is_exact = self._listed(parts)
+            chosen = self._chosen(listed, whole)
         # Each block by itself, or the whole model at once: more memory, and one gather for both passes.
         groups: set[tuple[str, ...]] = {(), *([] if self.axes.data is None else [self._sharded(recording)])}
         try:
-            laid_out, step = self._predicted(chosen, recording, groups, rank)
+            plan = self._predicted(chosen, recording, groups)
         except FAILURES as error:
             streams = [each for each in chosen.candidates if each.ends is not None]
             if not streams:
@@ -160,37 +183,121 @@ class _Finder:
             # One block of each kind ran with a part of the sequence, and all of them do not.
             notes.append(f"sequences stay whole: {type(error).__name__}: {error}")
             parts = [part for part in parts if part.candidate.ends is None]
-            chosen, is_exact = self._chosen(parts, whole)
-            laid_out, step = self._predicted(chosen, recording, groups, rank)
+            listed, is_exact = self._listed(parts)
+            chosen = self._chosen(listed, whole)
+            plan = self._predicted(chosen, recording, groups)
+        plan = self._within_bound(plan, listed, whole, recording, groups, notes)
+        chosen, laid_out, step, recomputed = plan
+        if rank:
+            step = self._step(laid_out, rank)
         if self.axes.tensor is not None and not chosen.candidates:
             notes.append(
                 f"nothing is cut over {self.axes.tensor}, whose ranks all compute the same: each of the {len(parts)} "
                 f"cuts that run would take more {self.wanted.objective}"
             )
         if self.wanted.memory_bytes is not None and step.memory.most > self.wanted.memory_bytes:
-            raise ParallelizeError(self._lacks_text(step))
+            raise ParallelizeError(self._lacks_text(laid_out, step, notes))
         costs = tuple(_part_cost(part) for part in parts if part.candidate in chosen.candidates)
-        return FoundPlan(self.axes, laid_out, rank, step, costs, tuple(notes), is_exact)
+        return FoundPlan(self.axes, laid_out, rank, step, costs, tuple(notes), is_exact, recomputed)
 
-    def _predicted(
-        self, chosen: Chosen, recording: Recording, groups: set[tuple[str, ...]], rank: int
-    ) -> tuple[LaidOut, StepCost]:
-        """The best of the layouts whose modules are sharded by some patterns, and its step."""
-        styles, found = self._laid_out(chosen, recording), []
+    def _predicted(self, chosen: Chosen, recording: Recording, groups: set[tuple[str, ...]]) -> _Plan:
+        """The best of the layouts whose modules are sharded by some patterns, and the first rank's step."""
+        styles = self._laid_out(chosen, recording)
+        laid_out = [LaidOut(*styles, sharded) for sharded in sorted(groups, reverse=True)]
+        return self._best([_Plan(chosen, each, self._step(each)) for each in laid_out])
+
+    def _step(self, laid_out: LaidOut, rank: int = 0) -> StepCost:
         options: Any = {"train": self.wanted.train, "optimizer_tensors": self.wanted.optimizer_tensors}
-        for sharded in sorted(groups, reverse=True):
-            laid_out = LaidOut(*styles, sharded)
-            step = predicted_step(self.model, self.inputs, self.axes, laid_out, self.prices, 0, **options)
-            found.append((laid_out, step))
+        return predicted_step(self.model, self.inputs, self.axes, laid_out, self.prices, rank, **options)
+
+    def _best(self, plans: Sequence[_Plan]) -> _Plan:
+        """The best plan by the objective among those within the bound; the one of the least memory where none is."""
         bound = self.wanted.memory_bytes
-        fitting = [each for each in found if bound is None or each[1].memory.most <= bound]
+        fitting = [each for each in plans if bound is None or each.step.memory.most <= bound]
         if fitting:
-            laid_out, step = min(fitting, key=lambda each: each[1].key(self.wanted.objective))
-        else:
-            laid_out, step = min(found, key=lambda each: each[1].memory.most)
-        if rank:
-            step = predicted_step(self.model, self.inputs, self.axes, laid_out, self.prices, rank, **options)
-        return laid_out, step
+            return min(fitting, key=lambda each: each.step.key(self.wanted.objective))
+        return min(plans, key=lambda each: each.step.memory.most)
+
+    def _within_bound(
+        self,
+        plan: _Plan,
+        listed: Sequence[Chosen],
+        whole: Cost,
+        recording: Recording,
+        groups: set[tuple[str, ...]],
+        notes: list[str],
+    ) -> _Plan:
+        """The plan, or a better one within the bound of memory whose blocks compute activations again."""
+        bound, key = self.wanted.memory_bytes, self._key(whole)
+        best_of_all = min(listed, key=key)
+        if bound is None or not self.wanted.train or (plan.chosen == best_of_all and plan.step.memory.most <= bound):
+            return plan
+        kinds, refused = block_kinds(self.model, recording, is_truncated=self.is_truncated)
+        notes += refused
+        with without_memory(0, self.axes.num_ranks):
+            choices = sorted(listed, key=key)[:_MOST_RECOMPUTED] if kinds else []
+            tried = [self._recomputing(chosen, whole, kinds) for chosen in choices]
+        found = [plan]
+
+        def order(each: _Recomputing) -> tuple[float, ...]:
+            memory = self._memory(whole.plus(each.added))
+            return (0, *key(Chosen((), each.added))) if memory <= bound else (1, memory)
+
+        for each in sorted(tried, key=order):
+            try:
+                found += [self._fewest(each, recording, sharded) for sharded in sorted(groups, reverse=True)]
+            except FAILURES as error:  # one block of each kind ran with a part of the sequence, and all of them do not
+                notes.append(f"not recomputed with parts of sequences: {type(error).__name__}: {error}")
+            if min(other.step.memory.most for other in found) <= bound:
+                break
+        return self._best(found)
+
+    def _recomputing(self, chosen: Chosen, whole: Cost, kinds: Sequence[BlockKind]) -> _Recomputing:
+        """A choice with as many blocks that compute their activations again as sums of memory ask for."""
+        trials = Trials(self._stand_in, self.prices, self.axes.ranks_along(self.axes.tensor, 0), self.wanted.train)
+        joined = joined_candidate(chosen.candidates)
+        base = trials.run(joined)
+        costs = [
+            (kind, self._recomputed_cost(kind, base, trials.run(joined, recomputed=[kind.stand_in]))) for kind in kinds
+        ]
+        costs.sort(key=lambda each: each[1].seconds / max(1, each[1].saved_bytes))
+        bound, added = self.wanted.memory_bytes, chosen.cost
+        assert bound is not None, "blocks compute again to keep within a bound"
+        for kind, cost in costs:
+            lacking = self._memory(whole.plus(added)) - bound
+            if lacking > 0 and cost.saved_bytes > 0:
+                number = min(len(kind.names), ceil(lacking / cost.saved_bytes))
+                each = Cost(cost.seconds, cost.traffic.received_bytes, 0, -cost.saved_bytes)
+                added = added.plus(each.times(number))
+        names = tuple(name for kind, _ in costs for name in kind.names)
+        return _Recomputing(chosen, added, names, tuple(cost for _, cost in costs))
+
+    def _recomputed_cost(self, kind: BlockKind, base: Tally, tally: Tally) -> RecomputedCost:
+        """Costs that one block of a kind adds to a step, and the activations that it does not keep."""
+        flops = sum(tally.flops.values()) - sum(base.flops.values())
+        traffic = self.prices.total(tally.movements - base.movements, 0)
+        saved = base.kept_bytes - tally.kept_bytes
+        name = RepeatedBlocks(self.model).pattern(kind.names[0])
+        seconds = traffic.seconds + flops / self.prices.costs.flop_rate
+        return RecomputedCost(name, 0, len(kind.names), flops, traffic, seconds, saved)
+
+    def _fewest(self, found: _Recomputing, recording: Recording, sharded: tuple[str, ...]) -> _Plan:
+        """The plan with the fewest blocks that compute again within the bound; with all of them where none is."""
+        bound = self.wanted.memory_bytes
+        assert bound is not None, "blocks compute again to keep within a bound"
+        laid_out = LaidOut(*self._laid_out(found.chosen, recording), sharded)
+        steps: dict[int, StepCost] = {}
+
+        def most_bytes(number: int) -> int:
+            steps[number] = self._step(laid_out._replace(recomputed=found.names[:number]))
+            return steps[number].memory.most
+
+        number = fewest(len(found.names), most_bytes, bound)
+        number = len(found.names) if number is None else number
+        names = found.names[:number]
+        recomputed = [(cost, sum(matches(name, cost.name) for name in names)) for cost in found.costs]
+        costs = tuple(replace(cost, number=number) for cost, number in recomputed if number)
+        return _Plan(found.chosen, laid_out._replace(recomputed=names), steps[number], costs)
 
     def _sharded(self, recording: Recording) -> tuple[str, ...]:
         """Patterns of the modules that are sharded one by one."""
@@ -232,14 +339,18 @@ class _Finder:
             raise ParallelizeError(self._unused_text(notes))
         return parts, notes, self._whole_cost(base)
 
-    def _chosen(self, parts: Sequence[_Part], whole: Cost) -> tuple[Chosen, bool]:
-        """The best choice among parts, and whether all were looked at."""
-        listed, is_exact = frontier([Priced(part.candidate, part.cost) for part in parts])
-        key = self._key(whole)
+    def _listed(self, parts: Sequence[_Part]) -> tuple[list[Chosen], bool]:
+        """Choices among parts of which none is worse than another, and whether all were looked at."""
+        return frontier([Priced(part.candidate, part.cost) for part in parts])
+
+    def _chosen(self, listed: Sequence[Chosen], whole: Cost) -> Chosen:
+        """The best choice."""
         bound = self.wanted.memory_bytes
-        chosen = best(listed, key, lambda each: bound is None or self._memory(whole.plus(each.cost)) <= bound)
+        chosen = best(
+            listed, self._key(whole), lambda each: bound is None or self._memory(whole.plus(each.cost)) <= bound
+        )
         # Without one that fits, the one of the least memory says how much is lacking.
-        return chosen or min(listed, key=lambda each: self._memory(whole.plus(each.cost))), is_exact
+        return chosen or min(listed, key=lambda each: self._memory(whole.plus(each.cost)))
 
     def _real(self, name: str) -> str:
         return self.blocks.from_stand_in(name)
@@ -348,15 +459,16 @@ class _Finder:
             "parameters in its place"
         )
 
-    def _lacks_text(self, step: StepCost) -> str:
+    def _lacks_text(self, laid_out: LaidOut, step: StepCost, notes: Sequence[str]) -> str:
         bound, total = self.wanted.memory_bytes, step.memory.most
         assert bound is not None, "a bound was given"
-        held = step.memory
+        held, again = step.memory, len(laid_out.recomputed)
+        whys = "".join(f"; {note}" for note in notes if " not recomputed" in note)
         return (
             f"no plan over {self.axes} keeps a rank within memory_bytes={bound:,}; the nearest needs {total:,}, "
             f"{total - bound:,} more: parameters {held.parameters:,}, gradients {held.gradients:,}, optimizer "
-            f"{held.optimizer:,}, activations {held.activations:,}, gathered {held.gathered:,}; allowed is a larger "
-            "mesh, a smaller batch, or checkpoints of blocks"
+            f"{held.optimizer:,}, activations {held.activations:,} with {again:,} blocks recomputed, gathered "
+            f"{held.gathered:,}{whys}; allowed is a larger mesh, or a smaller batch"
         )
 
 

@@ -13,7 +13,8 @@ from tritondt.found_plan.attention_heads import HeadCut, adapt_heads
 from tritondt.found_plan.data_sharding import sharded_names
 from tritondt.found_plan.mesh_axes import MeshAxes, named_sizes
 from tritondt.found_plan.predict import LaidOut
-from tritondt.found_plan.step_cost import Memory, PartCost, StepCost, explanation_text
+from tritondt.found_plan.recomputation import recompute, recomputing_code
+from tritondt.found_plan.step_cost import Memory, PartCost, RecomputedCost, StepCost, explanation_text
 from tritondt.found_plan.style_choice import StyleChoice
 from tritondt.found_plan.traffic import Traffic
 from tritondt.fsdp import fully_shard
@@ -30,8 +31,8 @@ class FoundPlan:
     """A plan by `find_plan`: styles by name, modules that are sharded, and the predicted step of the rank `rank`.
 
     `code` is a program that lays the model out so, `explain()` a table, and `apply(model, mesh)` does it. `step` has
-    the bytes, messages, FLOPs, seconds and memory of a step, `parts` those of the parts that are cut. `is_exact` says
-    whether the search looked at all choices.
+    the bytes, messages, FLOPs, seconds and memory of a step, `parts` those of the parts that are cut, and `recomputed`
+    what blocks cost that compute their activations again. `is_exact` says whether the search looked at all choices.
     """
 
     mesh: MeshAxes
@@ -41,6 +42,7 @@ class FoundPlan:
     parts: tuple[PartCost, ...]
     notes: tuple[str, ...]
     is_exact: bool
+    recomputed: tuple[RecomputedCost, ...] = ()
 
     @property
     def code(self) -> str:
@@ -57,6 +59,7 @@ class FoundPlan:
             lines.append("heads = [")
             lines += [f"    HeadCut{tuple(cut)!r}," for cut in laid_out.heads]
             lines += ["]", f"adapt_heads(model, heads, {over})"]
+        lines += recomputing_code(laid_out.recomputed)
         if self.mesh.data is not None:
             for pattern in laid_out.sharded:
                 parent, _, last = pattern.rpartition(".")
@@ -70,12 +73,18 @@ class FoundPlan:
 
     def _imports(self, code: str) -> list[str]:
         """Lines that import the names of a program."""
-        kinds = {choice.kind for _, choice in self.laid_out.styles}
+        kinds = {(choice.package, choice.kind) for _, choice in self.laid_out.styles}
+        experts = [kind for package, kind in kinds if package == "tritondt.interop.transformers"]
+        styles = sorted(kind for package, kind in kinds if package == "tritondt.parallel")
         wanted = {
+            "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": ["checkpoint_wrapper"]
+            if self.laid_out.recomputed
+            else [],
             "tritondt": [name for name in ("Replicate", "Shard") if f"{name}(" in code],
             "tritondt.found_plan": ["HeadCut", "adapt_heads"] if self.laid_out.heads else [],
             "tritondt.fsdp": ["fully_shard"] if self.mesh.data is not None else [],
-            "tritondt.parallel": [*sorted(kinds), "parallelize_module"] if kinds else [],
+            "tritondt.interop.transformers": experts,
+            "tritondt.parallel": [*styles, "parallelize_module"] if kinds else [],
         }
         return [f"from {module} import {', '.join(names)}" for module, names in wanted.items() if names]
 
@@ -97,6 +106,7 @@ class FoundPlan:
             plain: PlainTensors = "replicated" if self.laid_out.replicates_plain else "refused"
             parallelize_module(model, tensor_mesh, plan, src_data_rank=src_data_rank, plain_tensors=plain)
             adapt_heads(model, self.laid_out.heads, tensor_mesh)
+        recompute(model, self.laid_out.recomputed)
         if self.mesh.data is not None:
             whole = canonical_mesh(mesh)
             over: dict[str, Any] = {"mesh": whole}
@@ -118,7 +128,8 @@ class FoundPlan:
 
     def explain(self) -> str:
         """A table of the parts that are cut, and the sums of a step of one rank: bytes, FLOPs, time and memory."""
-        return explanation_text(self.mesh, self.rank, self.step, self.parts, self.notes, is_exact=self.is_exact)
+        tables = self.step, self.parts, self.recomputed, self.notes
+        return explanation_text(self.mesh, self.rank, *tables, is_exact=self.is_exact)
 
     def __str__(self) -> str:
         return f"{self.code}\n\n{self.explain()}"
@@ -132,9 +143,11 @@ class FoundPlan:
             "heads": [cut._asdict() for cut in self.laid_out.heads],
             "replicates_plain": self.laid_out.replicates_plain,
             "sharded": self.laid_out.sharded,
+            "recomputed": self.laid_out.recomputed,
             "rank": self.rank,
             "step": asdict(self.step),
             "parts": [asdict(part) for part in self.parts],
+            "recomputed_costs": [asdict(each) for each in self.recomputed],
             "notes": self.notes,
             "is_exact": self.is_exact,
         }
@@ -174,6 +187,7 @@ def _from_json(found: dict[str, Any]) -> FoundPlan:
             tuple(HeadCut(**{**cut, "projections": tuple(cut["projections"])}) for cut in heads),
             found.pop("replicates_plain"),
             tuple(found.pop("sharded")),
+            tuple(found.pop("recomputed")),
         ),
         step=StepCost(**step),
         parts=tuple(
@@ -181,6 +195,9 @@ def _from_json(found: dict[str, Any]) -> FoundPlan:
             for part in parts
         ),
         notes=tuple(found.pop("notes")),
+        recomputed=tuple(
+            RecomputedCost(**{**each, "traffic": Traffic(**each["traffic"])}) for each in found.pop("recomputed_costs")
+        ),
         **found,
     )
 

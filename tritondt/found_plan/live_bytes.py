@@ -37,6 +37,19 @@ class LiveBytes:
                 storage = local_storage(tensor)
                 self._watch(storage, storage.nbytes())
 
+    def hold(self, num_bytes: int) -> None:
+        """Counts bytes that no operator makes, until `release`."""
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
+
+    def release(self, num_bytes: int) -> None:
+        """Counts bytes of `hold` no longer."""
+        self.now -= num_bytes
+
+    def restart(self) -> None:
+        """Counts from zero."""
+        self.now = self.most = 0
+
     def _watch(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         key = storage._cdata
         if key in self._known:

@@ -1,6 +1,6 @@
 """Parts of a model that may be cut, and their candidates, each tried on a stand-in of the model before it counts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,9 @@ from torch import nn
 from tritondt.errors import ParallelizeError, TritondtError
 from tritondt.found_plan.candidates import Candidate, RegionForm, lone_candidates, region_candidate
 from tritondt.found_plan.dry_run import Tally, dry_run
+from tritondt.found_plan.live_bytes import LiveBytes
 from tritondt.found_plan.prices import Prices
+from tritondt.found_plan.recomputation import recompute
 from tritondt.found_plan.recording import Recording
 from tritondt.found_plan.regions import Region, regions_of, unit_patterns
 from tritondt.found_plan.repeated_blocks import RepeatedBlocks
@@ -38,15 +40,20 @@ class Trials:
     # Why sequences are not cut, by the name of the block.
     whole_sequences: dict[str, str] = field(default_factory=dict)
 
-    def run(self, candidate: Candidate | None, num_ranks: int | None = None) -> Tally:
+    def run(self, candidate: Candidate | None, num_ranks: int | None = None, recomputed: Sequence[str] = ()) -> Tally:
         """Tally with one candidate, on so many ranks or those of the tensor axis; None for the model as it is."""
         model, inputs = self.make()
+
+        def then(laid: nn.Module, _: LiveBytes) -> None:
+            recompute(laid, recomputed)
+
         if candidate is None:
-            return dry_run(model, inputs, None, {}, (), train=self.train)
+            return dry_run(model, inputs, None, {}, (), train=self.train, then=then)
         ranks = self.tensor_ranks if num_ranks is None else tuple(range(num_ranks))
         plain = candidate.replicates_plain
         mesh, styles = Mesh((len(ranks),), ranks=ranks), dict(candidate.styles)
-        return dry_run(model, inputs, mesh, styles, candidate.heads, replicates_plain=plain, train=self.train)
+        heads = candidate.heads
+        return dry_run(model, inputs, mesh, styles, heads, replicates_plain=plain, train=self.train, then=then)
 
     def candidates(
         self, model: nn.Module, recording: Recording, blocks: RepeatedBlocks

@@ -7,10 +7,20 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from tritondt.found_plan.attention_heads import HeadCut
-from tritondt.found_plan.data_sharding import Group, data_movements, groups_of, sharded_bytes, sharded_names, sum_apart
+from tritondt.found_plan.data_sharding import (
+    Group,
+    data_movements,
+    groups_of,
+    largest_shard,
+    shard_counted,
+    sharded_bytes,
+    sharded_names,
+)
 from tritondt.found_plan.dry_run import Axis, Movement, Phase, Tally, dry_run
+from tritondt.found_plan.live_bytes import LiveBytes
 from tritondt.found_plan.mesh_axes import MeshAxes
 from tritondt.found_plan.prices import Prices
+from tritondt.found_plan.recomputation import recompute
 from tritondt.found_plan.stand_in import fake_inputs, stand_in, without_memory
 from tritondt.found_plan.step_cost import Memory, StepCost
 from tritondt.found_plan.style_choice import StyleChoice
@@ -25,12 +35,14 @@ _AXES: tuple[Axis, ...] = ("tensor", "data")
 
 
 class LaidOut(NamedTuple):
-    """A layout of a model: styles by pattern of names, heads that are cut, and patterns of modules that are sharded."""
+    """A layout of a model: styles by pattern of names, heads that are cut, patterns of modules that are sharded, and
+    names of blocks that are recomputed in backward."""
 
     styles: tuple[tuple[str, StyleChoice], ...]
     heads: tuple[HeadCut, ...]
     replicates_plain: bool
     sharded: tuple[str, ...]
+    recomputed: tuple[str, ...] = ()
 
 
 def predicted_step(
@@ -107,6 +119,14 @@ def _run_dry(
         made = stand_in(model)
         names = sharded_names(made, laid_out.sharded)
         ranks = axes.ranks_along(axes.tensor, rank)
+
+        num_shards, index = axes.size(axes.data), axes.index_along(axes.data, rank)
+
+        def then(laid: nn.Module, live: LiveBytes) -> None:
+            recompute(laid, laid_out.recomputed)
+            if axes.data is not None:
+                shard_counted(laid, names, num_shards, index, live)
+
         tally = dry_run(
             made,
             fake_inputs(inputs),
@@ -115,7 +135,7 @@ def _run_dry(
             laid_out.heads,
             replicates_plain=laid_out.replicates_plain,
             train=train,
-            then=(lambda laid: sum_apart(laid, names)) if axes.data is not None else None,
+            then=then,
         )
         groups = [] if axes.data is None else groups_of(made, names)
     memory = _memory(axes, rank, tally, groups, train=train, optimizer_tensors=optimizer_tensors)
@@ -170,12 +190,10 @@ def _memory(
         inner = sorted((each.num_bytes for each in groups if each.name), reverse=True)
         gathered = sum(each.num_bytes for each in groups if not each.name) + sum(inner[:2])
     if not train:
-        return Memory(parameters, 0, 0, 0, gathered, parameters + gathered + tally.most_bytes)
+        return Memory(parameters, 0, 0, 0, gathered, parameters + tally.most_bytes)
     optimizer, kept = trained * optimizer_tensors, tally.kept_bytes
-    if groups:
-        most = parameters + trained + optimizer + kept + gathered
-    else:
-        # Adam's root of the second moment and its quotient are temporary, of one parameter at a time.
-        updated = trained + (2 * tally.largest_bytes if optimizer_tensors == _OF_ADAM else 0)
-        most = parameters + optimizer + max(tally.most_bytes, updated)
+    # Adam's root of the second moment and its quotient are temporary, of one parameter at a time.
+    largest = largest_shard(groups, axes.size(axes.data), axes.index_along(axes.data, rank)) or tally.largest_bytes
+    updated = trained + (2 * largest if optimizer_tensors == _OF_ADAM else 0)
+    most = parameters + optimizer + max(tally.most_bytes, updated)
     return Memory(parameters, trained, optimizer, kept, gathered, most)

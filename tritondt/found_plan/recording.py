@@ -50,7 +50,7 @@ class Recording:
 
     `called` has all modules that were called, and whether a tensor was their first argument, `num_calls` how often, and
     `crossings` the last calls of those with modules inside; `parameters` are the numbers of parameters that operators
-    outside of layers read.
+    outside of layers read, `written` the names of buffers that were written.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -59,6 +59,7 @@ class Recording:
     num_calls: Counter[str] = field(default_factory=Counter)
     crossings: dict[str, Crossing] = field(default_factory=dict)
     parameters: frozenset[int] = frozenset()
+    written: frozenset[str] = frozenset()
 
     def calls_of(self, name: str) -> list[Call]:
         """Calls of one layer."""
@@ -161,6 +162,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Rec
     ParallelizeError, with the operator and the module, where one needs the values of a tensor.
     """
     recorder, ends = _Recorder(), []
+    versions = {name: buffer._version for name, buffer in model.named_buffers()}
     for name, module in model.named_modules():
         kind = is_layer(module)
         ends.append(module.register_forward_pre_hook(recorder.before(name, is_layer=kind), with_kwargs=True))
@@ -176,6 +178,9 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Rec
     recorder.recording.results = frozenset(value.number for value in recorder.numbers.values(output))
     recorder.recording.parameters = frozenset(
         value.number for value in recorder.numbers.values(list(model.parameters()))
+    )
+    recorder.recording.written = frozenset(
+        name for name, buffer in model.named_buffers() if versions.get(name) != buffer._version
     )
     return recorder.recording
 

@@ -21,8 +21,40 @@ def without_memory(rank: int, num_ranks: int) -> Iterator[None]:
     """Context in which the thread is one rank of so many that nobody else is, and new tensors take no memory."""
     who = identity.Identity(identity.new_generation(), rank, num_ranks)
     # Constants of a model, which are no buffers of it, come as they are.
-    with identity.assumed(who), _without_torch_log(), FakeTensorMode(allow_non_fake_inputs=True):
+    with identity.assumed(who), _without_torch_log(), _WithoutMemory(allow_non_fake_inputs=True):
         yield
+
+
+class _WithoutMemory(FakeTensorMode):
+    """Tensors without memory, of all dtypes in multiplications by groups: torch's own are of bfloat16 alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            first, second = args[:2]
+            groups = args[2] if len(args) > 2 else (kwargs or {}).get("offs")
+            # torch's kernels refuse the same.
+            if any(max(each.stride()[-2:]) * each.element_size() % 16 for each in (first, second) if each.numel()):
+                raise RuntimeError("strides should be multiple of 16 bytes")
+            with self:
+                return torch.empty(grouped_shape(first, second, groups), dtype=first.dtype)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def grouped_shape(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor | None) -> tuple[int, ...]:
+    """Shape of torch._grouped_mm: rows, columns or what is added up come in groups, or all are batches.
+
+    >>> grouped_shape(torch.empty(7, 4), torch.empty(3, 4, 5), torch.empty(3))
+    (7, 5)
+    >>> grouped_shape(torch.empty(4, 7), torch.empty(7, 5), torch.empty(3))
+    (3, 4, 5)
+    """
+    rows, columns = first.shape[-2], second.shape[-1]
+    if first.ndim != second.ndim:
+        return (rows, columns)
+    if first.ndim == 3:
+        return (first.shape[0], rows, columns)
+    assert offsets is not None, "two matrices are multiplied in groups"
+    return (offsets.shape[0], rows, columns)
 
 
 @contextmanager

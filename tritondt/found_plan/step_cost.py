@@ -26,11 +26,29 @@ class PartCost:
 
 
 @dataclass(frozen=True, slots=True)
+class RecomputedCost:
+    """Blocks that compute their activations again in backward, `number` of the `total` that are alike, by pattern.
+
+    The FLOPs, the traffic on the tensor axis and the seconds are those that each adds to a step of a rank, and
+    `saved_bytes` are the activations that it does not keep. Over the data axis nothing more moves: backward gathers the
+    parameters of a block anyway.
+    """
+
+    name: str
+    number: int
+    total: int
+    flops: int
+    traffic: Traffic
+    seconds: float
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes of a rank: parameters, gradients, optimizer, activations kept for backward, and gathered parameters.
 
     `most` are those that live at one time: activations are freed while gradients are made, and operators have temporary
-    tensors. With a data axis it is the sum of the parts.
+    tensors. Parameters that fully_shard gathers, and gradients that it packs and reduces, count while they are there.
     """
 
     parameters: int
@@ -88,11 +106,19 @@ class StepCost:
 
 
 def explanation_text(
-    mesh: MeshAxes, rank: int, step: StepCost, parts: Sequence[PartCost], notes: Sequence[str], *, is_exact: bool
+    mesh: MeshAxes,
+    rank: int,
+    step: StepCost,
+    parts: Sequence[PartCost],
+    recomputed: Sequence[RecomputedCost],
+    notes: Sequence[str],
+    *,
+    is_exact: bool,
 ) -> str:
-    """Table of the parts, and lines with the sums of the step and the memory of a rank."""
+    """Tables of the parts and of recomputed blocks, and lines with the sums of the step and the memory of a rank."""
     lines = [f"one step of rank {rank} of {mesh}"]
     lines += columns(part_rows(parts)) if parts else []
+    lines += ["", *columns(recomputed_rows(recomputed))] if recomputed else []
     lines += ["", *columns(traffic_rows(step)), *closing_lines(step, notes, is_exact=is_exact)]
     return "\n".join(lines)
 
@@ -133,6 +159,24 @@ def _part_cells(part: PartCost) -> tuple[str, ...]:
         f"{part.saved_flops:,}",
         instead,
     )
+
+
+def recomputed_rows(recomputed: Sequence[RecomputedCost]) -> list[tuple[str, ...]]:
+    """Head and rows of the table of the blocks that compute their activations again."""
+    head = ("recomputed", "blocks", "each: FLOPs", "bytes in", "messages", "predicted", "bytes not kept")
+    return [
+        head,
+        *(
+            (
+                each.name,
+                f"{each.number:,} of {each.total:,}",
+                *(f"{it:,}" for it in (each.flops, each.traffic.received_bytes, each.traffic.messages)),
+                f"{each.seconds * 1e3:+,.3f} ms",
+                f"{each.saved_bytes:,}",
+            )
+            for each in recomputed
+        ),
+    ]
 
 
 def traffic_rows(step: StepCost) -> list[tuple[str, ...]]:

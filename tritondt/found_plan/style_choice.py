@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from tritondt import parallel
+from tritondt.interop import transformers
 from tritondt.parallel import ParallelStyle
 from tritondt.sharding.placement import parse_placements
 
@@ -19,8 +20,14 @@ class StyleChoice(NamedTuple):
 
     def make(self) -> ParallelStyle:
         """The style itself, a new one for each module."""
-        made: ParallelStyle = getattr(parallel, self.kind)(**{name: _value(name, it) for name, it in self.options})
+        package = parallel if self.package == "tritondt.parallel" else transformers
+        made: ParallelStyle = getattr(package, self.kind)(**{name: _value(name, it) for name, it in self.options})
         return made
+
+    @property
+    def package(self) -> str:
+        """The package that has the class."""
+        return "tritondt.interop.transformers" if self.kind == "ShardedExperts" else "tritondt.parallel"
 
     def code(self) -> str:
         """The expression that makes the style."""

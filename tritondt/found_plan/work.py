@@ -33,8 +33,16 @@ def _attention_backward_flops(
     return 2 * query.shape[:3].numel() * key.shape[2] * (3 * query.shape[3] + 2 * value.shape[3])
 
 
-# The kernels that take attention on the CPU, and on tensors without memory, which torch counts no FLOPs for.
-_ATTENTION: dict[Any, Callable[..., int]] = {
+def _grouped_flops(first: torch.Tensor, second: torch.Tensor, *_: Any, out_val: torch.Tensor, **__: Any) -> int:
+    """FLOPs of torch._grouped_mm: each row, and each column, is in one group."""
+    is_by_groups = first.ndim == second.ndim == 2
+    return 2 * first.shape[-1] * (first.shape[0] * second.shape[1] if is_by_groups else out_val.numel())
+
+
+# Operators that torch counts no FLOPs for: the kernels that take attention on the CPU, and on tensors without memory,
+# and products by groups.
+_COUNTED: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._grouped_mm.default: _grouped_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward_flops,
 }
@@ -42,7 +50,7 @@ _ATTENTION: dict[Any, Callable[..., int]] = {
 
 def work_of(func: Any, args: Any, kwargs: Any, found: Any) -> Work:
     """Work of one call of an operator of aten."""
-    counted = _ATTENTION.get(func) or flop_registry.get(func._overloadpacket)
+    counted = _COUNTED.get(func) or flop_registry.get(func._overloadpacket)
     flops = 0 if counted is None else int(counted(*args, **kwargs, out_val=found))
     results = [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
     taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

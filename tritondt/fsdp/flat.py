@@ -103,7 +103,8 @@ class FlatParameters:
         self.parameters, self.data = list(parameters), data
         self.dtype = parameters[0].spec.dtype
         self.dtype_computed = self.dtype if dtype_computed is None else dtype_computed
-        self._offsets = list(accumulate(map(_aligned, self.parameters), initial=0))
+        lengths = (aligned_length(parameter.member.shape) for parameter in self.parameters)
+        self._offsets = list(accumulate(lengths, initial=0))
         self._shards = self._parts_on(data)
         self.rank, self.num_ranks, self.layout = self._shards.rank, self._shards.num_ranks, self._shards.layout
         # By the number of ranks among which parts are kept, and this rank's one while it is.
@@ -279,5 +280,6 @@ class FlatParameters:
                 vars(sharded).pop(MEMORY, None)
 
 
-def _aligned(parameter: ShardedParameter) -> int:
-    return -(-prod(parameter.member.shape) // _ALIGNMENT) * _ALIGNMENT
+def aligned_length(shape: Sequence[int]) -> int:
+    """Elements from the start of a whole parameter to that of the next."""
+    return -(-prod(shape) // _ALIGNMENT) * _ALIGNMENT

@@ -9,9 +9,10 @@ docs/transformers.md says which names of plans are known.
 """
 
 from tritondt.interop.transformers.apply import parallelize
+from tritondt.interop.transformers.experts import ShardedExperts
 from tritondt.interop.transformers.loading import from_pretrained
 from tritondt.interop.transformers.plans import plan_of
 from tritondt.interop.transformers.saving import save_pretrained
 from tritondt.interop.transformers.trainer import make_trainer
 
-__all__ = ["from_pretrained", "make_trainer", "parallelize", "plan_of", "save_pretrained"]
+__all__ = ["ShardedExperts", "from_pretrained", "make_trainer", "parallelize", "plan_of", "save_pretrained"]

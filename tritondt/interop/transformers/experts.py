@@ -70,6 +70,17 @@ def _checked(name: str, module: nn.Module, cut: Mapping[str, str]) -> "ShardedEx
     return ShardedExperts(None if by_experts else cut)
 
 
+def feature_styles(module: nn.Module) -> dict[str, str] | None:
+    """Names of the styles that cut the features of a layer of experts, by parameter; None for any other module.
+
+    >>> feature_styles(nn.Linear(2, 2)) is None
+    True
+    """
+    if set(module._parameters) != {"gate_up_proj", "down_proj"} or not _is_known(module):
+        return None
+    return {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+
+
 def _is_known(module: nn.Module) -> bool:
     return (
         isinstance(getattr(module, "num_experts", None), int)
@@ -82,10 +93,24 @@ def _is_known(module: nn.Module) -> bool:
 class ShardedExperts(WeightStyle):
     """Style of a layer of experts whose forward takes (tokens, numbers of experts, factors), the same on all ranks.
 
-    `features` are names of styles by parameter, which cut features; without them ranks have whole experts.
+    `features` are names of styles by parameter, which cut features; without them ranks have whole experts. Every
+    forward is a collective call of the mesh: results are summed over the ranks, and in backward the gradients of tokens
+    and factors. Raises ParallelizeError for fewer experts than ranks where these have whole ones.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.parallel.parallelize import parallelize_module
+    >>> def shapes_on(rank):
+    ...     experts = nn.Module()
+    ...     experts.gate_up_proj = nn.Parameter(torch.ones(3, 8, 6))
+    ...     experts.down_proj = nn.Parameter(torch.ones(3, 6, 4))
+    ...     style = ShardedExperts({"gate_up_proj": "packed_colwise", "down_proj": "rowwise"})
+    ...     parallelize_module(experts, Mesh((2,)), style)
+    ...     return tuple(experts.gate_up_proj.to_local().shape), tuple(experts.down_proj.to_local().shape)
+    >>> run_ranks(2, shapes_on)
+    [((3, 4, 6), (3, 6, 2)), ((3, 4, 6), (3, 6, 2))]
     """
 
-    def __init__(self, features: Mapping[str, str] | None) -> None:
+    def __init__(self, features: Mapping[str, str] | None = None) -> None:
         self.features = features
 
     def parameter_placements(self, module: nn.Module, mesh: Mesh) -> dict[str, Placement]:
