@@ -55,12 +55,19 @@ def move(rank: int, pairs: Sequence[Pair]) -> list[Moved]:
     return found
 
 
-def check(ranks: GlooRanks, pairs: Sequence[Pair], counts: Sequence[int], *, has_slots: bool = False) -> None:
-    """Bytes between hosts are the fewest, as explained, on one communicator; results are those of one host."""
+def check(
+    ranks: GlooRanks, pairs: Sequence[Pair], counts: Sequence[int], *, has_slots: bool = False, compares: bool = False
+) -> None:
+    """Bytes between hosts are the fewest, as explained, on one communicator; results are those of one host.
+
+    Where ranks compare what they run, notes go over NCCL too, and bytes are not counted.
+    """
     outcomes = ranks.run(move, pairs)
     expected = run_ranks(len(outcomes), lambda rank: [redistributed(pair) for pair in pairs])
     for pair, wanted, *found in zip(pairs, zip(*expected, strict=True), *outcomes, strict=True):
         assert [each.digest for each in found] == [*wanted], pair
+        if compares:
+            continue
         least = pair.least_bytes(counts)
         assert sum(each.far_bytes for each in found) == least, pair
         told = [each.explained for each in found if each.explained is not None]
@@ -130,7 +137,7 @@ def test_other_hosts(counts: tuple[int, ...], variables: dict[str, str]) -> None
     size = sum(counts)
     chosen = [*PAIRS, *MORE_PAIRS] if size == 8 else [pair((4,), IN_ORDER[:4], *each) for each in ONE_AXIS]
     with ranks_on_hosts(counts, **variables) as ranks:
-        check(ranks, chosen, counts, has_slots="TRITONDT_SLOTS" in variables)
+        check(ranks, chosen, counts, has_slots="TRITONDT_SLOTS" in variables, compares="TRITONDT_DEBUG" in variables)
 
 
 ONE_AXIS = (("S0", "R"), ("S1", "R"), ("P(max)", "R"), ("P", "S0"), ("S0", "S1"))
