@@ -163,14 +163,32 @@ def test_make_fx_refuses_to_lose_a_redistribution(mode):
     run_ranks(2, body)
 
 
-def test_a_list_as_an_index_ends_the_graph():
+def _by_lists(x):
+    written = x.clone()
+    written[:, [1]] = 2.0
+    masked = x.view(-1, 3, 2)[:, [[True, False], [True, True], [False, False]]]
+    return written[:, [[0, 1], [-1, 3]]], masked
+
+
+def test_lists_as_an_index_go_into_one_graph_with_open_lengths():
+    """Their numbers are read without a tensor, which has no values while a graph is traced; masks are places."""
+
     def body(rank):
-        x = distribute(X, T.Mesh((2,)), "S0")
-        compiled = torch.compile(lambda x: x[:, [1, 3]] * 2, backend="aot_eager")
-        torch.testing.assert_close(whole(compiled(x)), X[:, [1, 3]] * 2, rtol=0, atol=0)
+        mesh = T.Mesh((2,))
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(_by_lists, backend=counter, fullgraph=True)
+        for num_rows in (4, 5, 7):
+            x = torch.arange(num_rows * 6.0).view(num_rows, 6)
+            rows = T.distribute_tensor(x, mesh, [T.Shard(0)])
+            for found, eager, expected in zip(compiled(rows), _by_lists(rows), _by_lists(x), strict=True):
+                assert found.placements == eager.placements == (T.Shard(0),)
+                torch.testing.assert_close(whole(found), expected, rtol=0, atol=0)
+        with pytest.raises(IndexError, match="index 9 is out of bounds for dimension 1 with size 6"):
+            torch.compile(lambda x: x[:, [9]], backend="aot_eager", fullgraph=True)(rows)
+        return counter.frame_count
 
     torch._dynamo.reset()
-    run_ranks(2, body)
+    assert max(run_ranks(2, body)) <= 4
 
 
 def _sums_of_units(a, mesh):

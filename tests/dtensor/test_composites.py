@@ -113,3 +113,37 @@ def test_max_pool1d_is_no_view_where_no_gradient_is_needed(text):
         assert F.max_pool1d(x.requires_grad_(), 2).grad_fn is not None
 
     run_ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:A window was not provided")
+def test_spectra_keep_the_cut_of_a_batch_and_go_into_graphs_as_they_are_outside():
+    """Outside graphs too torch's Python form of stft runs: the C++ form makes a view of memory, which gathers."""
+    x, window = torch.linspace(-1, 2, 5 * 24, dtype=torch.float64).view(5, 24) ** 2, torch.hann_window(6).double()
+
+    def spectrum(x, window):
+        return torch.stft(x, 8, win_length=6, window=window, return_complex=True)
+
+    def there_and_back(x, window):
+        return torch.istft(spectrum(x, window), 8, win_length=6, window=window, length=24)
+
+    def without_a_window(x):
+        return torch.stft(x, 8, win_length=6, center=False, return_complex=True)
+
+    check(spectrum, Case((2,), (x, window), ("S0", "R")), gradients=True, expect="S0")
+    check(there_and_back, Case((3,), (x, window), ("S0", "S0")), gradients=True)
+    check(without_a_window, Case((4,), (x[:2],), ("S0",)), gradients=True, expect="S0")
+
+    def body(rank):
+        mesh = T.Mesh((2,))
+        rows, whole = distribute(x, mesh, "S0"), distribute(window, mesh, "R")
+        with CommDebugMode() as comm:
+            spectrum(rows, whole)
+        assert comm.get_total_counts() == 0
+        for function in (spectrum, there_and_back):
+            compiled = torch.compile(function, backend="aot_eager", fullgraph=True)(rows, whole)
+            assert placements_of(compiled) == placements_of(function(rows, whole))
+            expected = function(x, window)
+            torch.testing.assert_close(compiled.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+
+    torch._dynamo.reset()
+    run_ranks(2, body)

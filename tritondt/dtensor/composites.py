@@ -38,8 +38,10 @@ _MAKING_IN_GRAPHS = (
     *(f"upsample_nearest{n}d" for n in (1, 2, 3)),
     *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
     *("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"),
-    *("multi_margin_loss", "multilabel_margin_loss_forward"),
+    *("multi_margin_loss", "multilabel_margin_loss_forward", "istft"),
 )
+# Taken apart by torch's Python form outside graphs too: the C++ form makes a view of memory, which gathers every cut.
+_IN_PYTHON = ("stft.center",)
 # Of the keys that torch looks at before it decomposes a composite, one that subclasses have, and modes.
 _OF_SUBCLASSES = DispatchKey.PythonTLSSnapshot
 _BELOW: DispatchKeySet = torch._C._dispatch_keyset_full_after(_OF_SUBCLASSES)
@@ -73,7 +75,7 @@ _library = torch.library.Library("aten", "IMPL")
 def let_composites_make_tensors(tensor_class: type[torch.Tensor], wrap: Wrap) -> None:
     """Takes tensors that composites make for replicated beside tensors of `tensor_class`; called once in a process."""
     in_graphs = (name + overload for name in _MAKING_IN_GRAPHS for overload in ("", ".vec"))
-    for name in (*_MAKING, *_MAKING_EMPTY, *_READING, *_FORMS, *in_graphs):
+    for name in dict.fromkeys((*_MAKING, *_MAKING_EMPTY, *_READING, *_FORMS, *_IN_PYTHON, *in_graphs)):
         packet, _, overload = name.partition(".")
         op = getattr(getattr(aten, packet, None), overload or "default", None)
         if op is not None:
@@ -97,12 +99,16 @@ class _Kernel:
         self._makes_empty_only = op._schema.name.removeprefix("aten::") in _MAKING_EMPTY
         self._is_filling = op._schema.name.removeprefix("aten::") in _FILLING
         self._makes_in_graphs = op._schema.name.removeprefix("aten::") in _MAKING_IN_GRAPHS
+        self._makes_only_there = self._makes_in_graphs and op._schema.name.removeprefix("aten::") not in _MAKING
+        in_python = op._schema.name.removeprefix("aten::") in {name.partition(".")[0] for name in _IN_PYTHON}
+        self._python_form = op.py_kernels.get(DispatchKey.CompositeImplicitAutograd) if in_python else None
 
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         mesh = next((tensor._spec.mesh for tensor in tensors if isinstance(tensor, self._class)), None)  # type: ignore[attr-defined]
         left = keys & _BELOW
-        if self._makes_in_graphs and (mesh is None or not keys.has(DispatchKey.PythonDispatcher)):
+        in_graph = keys.has(DispatchKey.PythonDispatcher)
+        if self._makes_only_there and (mesh is None or not in_graph):
             return self._op.redispatch(left, *args, **kwargs)
         if mesh is None:
             # What is handed to Python has to come through the kernel that this one stands before.
@@ -119,7 +125,7 @@ class _Kernel:
                 values = values.full_tensor() if mesh.coordinate is not None else outside  # type: ignore[attr-defined]
             return self._decompose((tensor, values, *rest), kwargs)
         has_plain = any(tensor.ndim and not isinstance(tensor, self._class) for tensor in tensors)
-        if self._makes_in_graphs:
+        if self._makes_in_graphs and in_graph:
             with nullcontext() if has_plain else implicit_replication():
                 return self._op.redispatch(left, *args, **kwargs)
         if has_plain:
@@ -131,7 +137,9 @@ class _Kernel:
             return found.contiguous() if self._is_filling else found
 
     def _decompose(self, args: Any, kwargs: Any) -> Any:
-        """Results by torch's C++ kernel; the Python forms of some composites are for graphs only."""
+        """Results by torch's C++ kernel, or a Python form; the Python forms of most composites are for graphs only."""
+        if self._python_form is not None:
+            return self._python_form(*args, **kwargs)
         return self._op._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
     def _distributed(self, results: Any, mesh: Mesh) -> Any:

@@ -59,7 +59,9 @@ def redistribute_local(
         _check_one_mesh(source, target)
         # The operator is defined where graphs are known (dtensor/graph_ops.py).
         redistribute = torch.ops.tritondt.redistribute
-        return call_in_graph(redistribute, local, spec_text(source), spec_text(target), wire_dtype, open_shape(source))
+        # Of two specs of one shape, one may be open: a length that the graph has fixed meanwhile is known in the other.
+        shape = open_shape(source) or open_shape(target)
+        return call_in_graph(redistribute, local, spec_text(source), spec_text(target), wire_dtype, shape)
     if local.is_conj() or local.is_neg():
         local = with_memory(local)
     plan = compile_plan(source, target, local.stride(), local.device, wire_dtype)

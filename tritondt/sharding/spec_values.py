@@ -58,7 +58,7 @@ def open_shape(spec: DTensorSpec) -> tuple[int, ...] | None:
 def spec_from_text(text: str, shape: Sequence[int] | None = None) -> DTensorSpec:
     """The spec of a text by `spec_text` in the calling thread's world; MeshError where it has not enough ranks.
 
-    With `shape`, by `open_shape`, that of a row-major tensor.
+    With `shape`, by `open_shape`, that of a row-major tensor where the text has no sizes.
     """
     if shape is None:
         return _spec_of_rank(identity.current(), text, None)
@@ -70,7 +70,7 @@ def spec_from_text(text: str, shape: Sequence[int] | None = None) -> DTensorSpec
 @lru_cache(maxsize=4096)
 def _spec_of_rank(who: Identity, text: str, shape: tuple[int, ...] | None) -> DTensorSpec:
     (mesh_shape, names, ranks, device_type), (placements, *sizes, order), dtype = json.loads(text)
-    if shape is not None:
+    if shape is not None and sizes[0] is None:
         sizes = [shape, dense_strides(shape)]
     of_mesh = tuple(mesh_shape), None if names is None else tuple(names), tuple(ranks), device_type
     of_shape, stride, axes = (tuple(item) for item in (*sizes, order))

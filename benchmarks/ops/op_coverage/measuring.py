@@ -70,7 +70,7 @@ class Measured:
     def compare(self, outcome: Outcome, of_other: Outcome, trial: str, *, has_terms: bool) -> None:
         """Compares the bytes of both libraries in one trial, until no result is terms."""
         self.num_compared += 1
-        own, other = (of.sent_bytes + of.completing_bytes for of in (outcome, of_other))
+        own, other = outcome.bytes_without_terms(of_other), of_other.bytes_without_terms(outcome)
         if has_terms and other < own <= 2 * other:
             self.num_terms_whole += 1
         elif own > other:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -53,14 +54,25 @@ class Case(NamedTuple):
 class Outcome(NamedTuple):
     """How a call ended, in words where it did not end well, and what the call (not its gradients) sent and moved.
 
-    `completing_bytes` are those that add up results which the call leaves as terms.
+    `completing_bytes` of each result add it up whole where the call leaves terms, and `in_pieces` says which are cut.
     """
 
     verdict: str
     text: str = ""
     sent_bytes: int = 0
     num_moved: int = 0
-    completing_bytes: int = 0
+    completing_bytes: tuple[int, ...] = ()
+    in_pieces: tuple[bool, ...] = ()
+
+    def bytes_without_terms(self, other: Outcome) -> int:
+        """Bytes sent until no result is terms: in pieces, at half the bytes, where `other` has pieces of that result.
+
+        >>> terms, pieces = Outcome(RIGHT, "", 2, 0, (8,), (False,)), Outcome(RIGHT, "", 6, 0, (0,), (True,))
+        >>> terms.bytes_without_terms(pieces), terms.bytes_without_terms(terms)
+        (6, 10)
+        """
+        cut = zip_longest(self.completing_bytes, other.in_pieces, fillvalue=0)
+        return self.sent_bytes + sum(whole // 2 if in_pieces else whole for whole, in_pieces in cut)
 
 
 def made_case(operator: Operator, sample: Any) -> Case:
@@ -111,7 +123,7 @@ class _Counts:
 
     def __init__(self) -> None:
         self.sent_bytes, self.num_moved = Counter[int](), Counter[int]()
-        self.completing_bytes = Counter[int]()
+        self.completing_bytes = defaultdict[int, Counter[int]](Counter)
         self._open: dict[int, Counter[int]] = {}
 
     @contextmanager
@@ -156,7 +168,7 @@ def run_trial(
     return worst._replace(
         sent_bytes=counts.sent_bytes.total(),
         num_moved=counts.num_moved.total(),
-        completing_bytes=counts.completing_bytes.total(),
+        completing_bytes=tuple(counts.completing_bytes[place].total() for place in range(len(worst.in_pieces))),
     )
 
 
@@ -184,12 +196,12 @@ class _Trial(NamedTuple):
         def forward() -> Any:
             with self._counting(self.counts.sent_bytes):
                 results = call(case.operator, case.sample, mine)
-            self._complete(results)
-            return results
+            return results, self._complete(results)
 
-        results, failure = _attempt(forward)
+        ended, failure = _attempt(forward)
         if failure is not None:
             return failure
+        results, in_pieces = ended
         leaves, tolerance = tree_leaves(results), _tolerance(case)
         if len(leaves) != len(expected.results):
             return Outcome(WRONG, f"{len(leaves)} results, expected {len(expected.results)}")
@@ -201,14 +213,17 @@ class _Trial(NamedTuple):
             difference = self._difference(tensor, of, tolerance) if expected.written[place] else ""
             if difference:
                 return Outcome(WRONG, f"argument {place} afterwards: {difference}")
-        return self._gradients_on_rank(mine, results, mesh) if self.gradients else Outcome(RIGHT)
+        outcome = self._gradients_on_rank(mine, results, mesh) if self.gradients else Outcome(RIGHT)
+        return outcome._replace(in_pieces=in_pieces)
 
-    def _complete(self, results: Any) -> None:
-        """Counts what it takes to add up results that are terms."""
-        with self._counting(self.counts.completing_bytes):
-            for found in filter(self.side.is_distributed, tree_leaves(results)):
-                if any(placement.is_partial() for placement in found.placements):
-                    self.side.whole(found)
+    def _complete(self, results: Any) -> tuple[bool, ...]:
+        """Counts what it takes to add up each result that is terms; which of the results are in pieces."""
+        found = [of.placements if self.side.is_distributed(of) else () for of in tree_leaves(results)]
+        for place, (result, placements) in enumerate(zip(tree_leaves(results), found, strict=True)):
+            if any(placement.is_partial() for placement in placements):
+                with self._counting(self.counts.completing_bytes[place]):
+                    self.side.whole(result)
+        return tuple(any(placement.is_shard() for placement in placements) for placements in found)
 
     @contextmanager
     def _counting(self, bytes_of_rank: Counter[int]) -> Iterator[None]:

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import tritondt as T
+from tests.ops.sharded import whole as all_of
 from tritondt.comm.transports.threads import run_ranks
+from tritondt.debug import CommDebugMode
 
 
 @pytest.mark.parametrize(
@@ -90,3 +92,32 @@ def test_numbers_of_which_nothing_is_picked_are_as_on_one_device(shape):
                 assert rank == 2 or found == written(whole.clone(), index), (dim, index)
 
     run_ranks(3, body)
+
+
+def test_a_mask_that_is_a_list_keeps_the_cuts_of_other_dims_and_sends_nothing():
+    """Every rank knows the places that it picks, which of a tensor only its values tell."""
+    whole = torch.arange(24.0).view(4, 3, 2)
+    masks: list[Any] = [
+        (slice(None), [True, False, True]),
+        (slice(None), [[True, False], [False, False], [True, True]]),
+        (..., [False, False]),
+        (None, slice(None), [False, True, True], [1]),
+    ]
+
+    def body(rank):
+        x = T.distribute_tensor(whole, T.Mesh((2,)), [T.Shard(0)])
+        for mask in masks:
+            with CommDebugMode() as comm:
+                found, written = x[mask], x.clone()
+                written[mask] = -1.0
+            assert comm.get_total_counts() == 0
+            expected = whole.clone()
+            expected[mask] = -1.0
+            torch.testing.assert_close(all_of(found), whole[mask], rtol=0, atol=0)
+            torch.testing.assert_close(all_of(written), expected, rtol=0, atol=0)
+        picked = x[[[True, False, True], [False, True, False], [False] * 3, [False] * 3]]
+        torch.testing.assert_close(all_of(picked), whole[[0, 0, 1], [0, 2, 1]], rtol=0, atol=0)
+        with pytest.raises(IndexError, match="mask"):
+            x[:, [True, False]]
+
+    run_ranks(2, body)

@@ -180,7 +180,10 @@ def test_writing_at_indices():
         check(lambda x, i, v: x.index_put((i,), v), case, expect=layout)
         check(lambda x, i, v: x.clone().index_put_((i,), v), case, expect=layout)
     check(lambda x, i, v: x.scatter(0, i, v), Case((2,), (X, index, values), ("S0", "S0", "S0")), expect="R")
-    check(lambda x, i: x.index_put((i,), x[:1, :1, :1]), Case((2,), (X, order), ("S1", "R")), expect="R")
+    check(lambda x, i: x.index_put((i,), x[:1, :1, :1]), Case((2,), (X, order), ("S1", "R")), expect="S1")
+    case = Case((2,), (X, order, randn(5, 1)), ("S1", "R", "S0"))
+    check(lambda x, i, v: x.index_put((i,), v), case, expect="S1", gradients=True)
+    check(lambda x, i, v: x.index_put((i,), v, accumulate=True), case, expect="S1")
 
 
 def test_filling_terms():

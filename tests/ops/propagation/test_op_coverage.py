@@ -78,15 +78,17 @@ def test_what_only_gathers_is_told_with_its_reason():
 
 
 def test_bytes_are_compared_until_no_result_is_terms():
-    """A library that leaves terms has sent nothing yet; another that adds them up has sent all."""
+    """A library that leaves terms has sent nothing yet; another that adds them up has sent all, or half for pieces."""
     from benchmarks.ops.op_coverage.measuring import Measured  # noqa: PLC0415  loads the database: 4 s
     from benchmarks.ops.op_coverage.trial import RIGHT, Outcome  # noqa: PLC0415
 
     found = Measured("norm")
-    adds, leaves, more = Outcome(RIGHT, "", 8, 0, 0), Outcome(RIGHT, "", 0, 0, 8), Outcome(RIGHT, "", 8, 0, 4)
-    for number, pair in enumerate([(adds, leaves), (leaves, adds), (more, leaves)]):
+    adds, leaves = Outcome(RIGHT, "", 8, 0, (0,), (False,)), Outcome(RIGHT, "", 0, 0, (8,), (False,))
+    more, pieces = Outcome(RIGHT, "", 8, 0, (4,), (False,)), Outcome(RIGHT, "", 4, 0, (0,), (True,))
+    pairs = [(adds, leaves), (leaves, adds), (more, leaves), (leaves, pieces), (pieces, leaves), (more, pieces)]
+    for number, pair in enumerate(pairs):
         found.compare(*pair, f"trial {number}", has_terms=False)
-    assert (found.num_compared, found.more_bytes) == (3, {"trial 2": (12, 8)})
+    assert (found.num_compared, found.more_bytes) == (6, {"trial 2": (12, 8), "trial 5": (10, 4)})
 
 
 def test_every_operator_that_sends_more_is_one_of_the_database():

@@ -112,7 +112,7 @@ def test_strategies_take_the_cut_that_an_argument_has():
         (Replicate(), Shard(0), 0),
         (Replicate(), Partial(), 0),
         (Shard(0), Replicate(), 300),
-        (Shard(0), Partial(), 300),
+        (Shard(0), Partial(), 600),
         (Shard(0), Shard(1), 75),
         (Shard(0), Shard(0, unit=2), 75),
         (Partial(), Shard(0), 75),

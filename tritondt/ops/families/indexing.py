@@ -179,6 +179,8 @@ def index_put(schema: OpSchema) -> list[AxisStrategy]:
     """All tensors are cut along dims that are not indexed; values that are added may come from all ranks."""
 
     def writing(of_target: Placement, of_indices: Sequence[Placement], of_values: Placement) -> AxisStrategy:
+        if isinstance(of_values, Shard):  # a dim that is broadcast is whole on every rank
+            of_values = broadcast_placement(values, of_values.dim - len(picked), picked[of_values.dim])
         return AxisStrategy((of_target, *of_indices, of_values), (of_target,))
 
     if _fills_by_mask(schema):
@@ -191,10 +193,8 @@ def index_put(schema: OpSchema) -> list[AxisStrategy]:
     picked = list(advanced.shape)
     for dim, place in sorted(advanced.place.items(), key=lambda item: item[1]):
         picked.insert(place, into.shape[dim])
-    if tuple(picked) != values.shape:  # values that broadcast are whole on every rank
-        return [_replicated(schema)]
     found = advanced.of_kept(writing)
-    if schema.argument(3, "accumulate", False):
+    if schema.argument(3, "accumulate", False) and tuple(picked) == values.shape:
         found += advanced.of_indices(writing, Partial())
         found += term_strategies(schema, [ADDITIVE.at(0, 1 + len(advanced.indices))])
     return [*found, _replicated(schema)]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from itertools import chain
 from types import FrameType, NoneType
 from typing import Any
 
@@ -85,18 +86,25 @@ def as_replicated(plain: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, DTenso
 def with_tensors(index: Any, make: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int]) -> Any:
     """An index with `make(tensor)` in place of lists of numbers, of which torch would make plain tensors.
 
+    A mask that is a list counts as the places that it picks, which keeps the cuts of other dims and is known in graphs.
     IndexError, on all ranks alike, for numbers beyond the tensor of `shape`: outside a mesh no kernel would look.
     """
     if type(index) is not tuple:
-        return with_tensors((index,), make, shape)[0] if isinstance(index, list) else index
+        found = with_tensors((index,), make, shape) if isinstance(index, list) else (index,)
+        return found if len(found) > 1 else found[0]
     items = [_as_tensor(item) if isinstance(item, list) and _are_numbers(item) else item for item in index]
     lists = [place for place, item in enumerate(items) if item is not index[place]]
     if lists:
         dims = _first_dims(items, len(shape))
+        masks = [place for place in lists if _is_mask(items[place], shape[dims[place] :])]
+        if masks:
+            places = {place: _picked(index[place], items[place].ndim) for place in masks}
+            given = chain.from_iterable(places.get(place, [item]) for place, item in enumerate(index))
+            return with_tensors(tuple(given), make, shape)
         looked_at = _looked_at(index, items, dims, shape)
         for place in lists:
-            if dims[place] in looked_at:
-                _check_within(items[place], dims[place], shape)
+            if dims[place] in looked_at and items[place].dtype is not torch.bool:
+                _check_within(_numbers_in(index[place]), dims[place], shape)
             items[place] = make(items[place])
     return tuple(items)
 
@@ -104,6 +112,24 @@ def with_tensors(index: Any, make: Callable[[torch.Tensor], torch.Tensor], shape
 def _as_tensor(numbers: list[Any]) -> torch.Tensor:
     made = torch.tensor(numbers)
     return made if made.numel() else made.long()
+
+
+def _is_mask(made: torch.Tensor, lengths: Sequence[int]) -> bool:
+    """Whether a list is a mask of dims that have its lengths; another mask is left to torch, which refuses it."""
+    return made.dtype is torch.bool and tuple(made.shape) == tuple(lengths[: made.ndim])
+
+
+def _picked(mask: list[Any], ndim: int) -> list[list[int]]:
+    """For each dim of a mask, the places that it picks, in row-major order.
+
+    >>> _picked([[True, False], [True, True]], 2)
+    [[0, 1, 1], [0, 0, 1]]
+    """
+    if ndim == 1:
+        return [[place for place, is_picked in enumerate(mask) if is_picked]]
+    rows = [_picked(row, ndim - 1) for row in mask]
+    first = [place for place, row in enumerate(rows) for _ in row[0]]
+    return [first, *([number for row in rows for number in row[dim]] for dim in range(ndim - 1))]
 
 
 def _num_dims(item: Any) -> int:
@@ -129,33 +155,45 @@ def _looked_at(index: Sequence[Any], items: Sequence[Any], dims: Sequence[int], 
     for item, given in zip(items, index, strict=True):
         if item is False or (isinstance(item, torch.Tensor) and not item.numel()):
             return ()
-        if item is not given and item.dtype is torch.bool and not item.any():
+        if item is not given and item.dtype is torch.bool and not any(_numbers_in(given)):
             return ()
     left = dict(enumerate(shape))
     for item, dim in zip(items, dims, strict=True):
         if _is_plain_slice(item) and dim in left:
-            left[dim] = len(range(shape[dim])[item])
+            left[dim] = _sliced(shape[dim], item)
         elif not isinstance(item, slice):
             for taken in range(dim, dim + _num_dims(item)):
                 left.pop(taken, None)
     return [dim for dim, length in enumerate(shape) if not length or all(left.values())]
 
 
+def _sliced(length: int, item: slice) -> int:
+    """The length of a slice of so many elements; a length that a graph leaves open stays so."""
+    if item == slice(None):
+        return length
+    return len(range(length)[item]) if type(length) is int else torch.empty(length, device="meta")[item].shape[0]
+
+
 def _is_plain_slice(item: Any) -> bool:
     return isinstance(item, slice) and all(type(it) in (int, NoneType) for it in (item.start, item.stop, item.step))
 
 
-def _check_within(numbers: torch.Tensor, dim: int, shape: Sequence[int]) -> None:
-    if numbers.dtype is torch.bool or not numbers.numel():
+def _numbers_in(items: list[Any]) -> list[int]:
+    """All numbers of nested lists, read without a tensor: while a graph is traced a tensor has no values."""
+    return [number for item in items for number in (_numbers_in(item) if isinstance(item, list) else [item])]
+
+
+def _check_within(numbers: list[int], dim: int, shape: Sequence[int]) -> None:
+    if not numbers:
         return
-    least, most = (int(number) for number in torch.aminmax(numbers))
+    least, most = min(numbers), max(numbers)
     if least < -shape[dim] or most >= shape[dim]:
         beyond = most if most >= shape[dim] else least
         raise IndexError(f"index {beyond} is out of bounds for dimension {dim} with size {shape[dim]}")
 
 
 def _are_numbers(items: list[Any]) -> bool:
-    return all(_are_numbers(item) if type(item) is list else isinstance(item, int) for item in items)
+    return all(_are_numbers(item) if isinstance(item, list) else isinstance(item, int) for item in items)
 
 
 def are_replicated(*, written: bool = False) -> bool:

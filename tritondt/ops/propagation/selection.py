@@ -18,8 +18,9 @@ Placements = tuple[Placement, ...]
 def move_bytes(current: Placement, wanted: Placement, axis_size: int, local_bytes: int) -> float:
     """Bytes that a rank holding `local_bytes` receives when one axis changes from `current` to `wanted`.
 
-    A shard that becomes terms moves nothing, but counts as if it were gathered: every rank then holds a tensor as
-    large, and what cannot use terms reduces it. `x + terms` would cost the next relu twice what x's shards cost here.
+    A shard that becomes terms moves nothing, but counts as if terms as large were added up: every rank then holds a
+    tensor of the whole length, and what cannot use terms reduces it. `x + terms` would cost the next relu twice what
+    x's shards cost here, and an index_add into shards twice what gathering them does.
 
     >>> move_bytes(Shard(0), Replicate(), 4, 100), move_bytes(Shard(0), Shard(1), 4, 100)
     (300, 75.0)
@@ -31,7 +32,10 @@ def move_bytes(current: Placement, wanted: Placement, axis_size: int, local_byte
         if isinstance(wanted, Partial):
             return 0 if {current.reduce_op, wanted.reduce_op} == {"sum", "avg"} else 2 * scattered
         return scattered if isinstance(wanted, Shard) else 2 * scattered
-    return scattered if isinstance(wanted, Shard) else local_bytes * (axis_size - 1)
+    gathered = local_bytes * (axis_size - 1)
+    if isinstance(wanted, Partial):
+        return 2 * gathered
+    return scattered if isinstance(wanted, Shard) else gathered
 
 
 def with_cuts(strategy: AxisStrategy, current: Placements) -> Iterator[AxisStrategy]:
