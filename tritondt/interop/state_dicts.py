@@ -5,7 +5,7 @@ the shard of a rank as if it were the whole. The three functions through which a
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,11 +14,8 @@ import torch.distributed as dist
 
 from tritondt.dtensor.distribute import distribute_tensor
 from tritondt.dtensor.tensor import DTensor
-from tritondt.redistribution.send import distribute_from
-from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh
-from tritondt.sharding.placement import Partial, Replicate
-from tritondt.sharding.spec import DTensorSpec, TensorMeta
+from tritondt.sharding.placement import Replicate
 
 
 def add_distributed_tensors(module: ModuleType) -> None:
@@ -84,48 +81,14 @@ def _whole_on(tensor: DTensor, wanting: Sequence[int]) -> torch.Tensor:
 
 def _broadcasting(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     def broadcast_tensors(
-        full_state_dict: dict[str, Any],
-        local_state_dict: dict[str, Any],
-        keys: list[str],
-        device: torch.device,
-        pg: dist.ProcessGroup | None = None,
+        full_state_dict: dict[str, Any], local_state_dict: dict[str, Any], keys: list[str], *rest: Any, **options: Any
     ) -> None:
-        """Puts into `local_state_dict` what rank 0 has, as distributed tensors where they were: a collective call.
-
-        Each rank is sent its own part of these alone, and each host what its ranks lack once.
-        """
+        """Puts into `local_state_dict` what rank 0 has, as distributed tensors where they were: a collective call."""
         distributed = _distributed(local_state_dict, keys)
-        among = set(dist.get_process_group_ranks(pg))
-        sent = [key for key, before in distributed.items() if _is_sent(before._spec, device, among)]
-        for key in sent:
-            local_state_dict[key] = _sent(full_state_dict[key], distributed.pop(key)._spec)
-        rest = [key for key in keys if key not in sent]
-        if rest:
-            broadcast(full_state_dict, local_state_dict, rest, device, pg)
-            _cut_again(local_state_dict, distributed)
+        broadcast(full_state_dict, local_state_dict, keys, *rest, **options)
+        _cut_again(local_state_dict, distributed)
 
     return broadcast_tensors
-
-
-def _is_sent(spec: DTensorSpec, device: torch.device, among: Set[int]) -> bool:
-    """Whether rank 0 sends each rank its part: the mesh has all ranks that take part, which so find alike.
-
-    Where each rank has a mesh of some of them, tensors are broadcast.
-    """
-    mesh = spec.mesh
-    is_partial = any(isinstance(placement, Partial) for placement in spec.placements)
-    return not is_partial and mesh.device_type == device.type and among == {*mesh.ranks} and 0 in among
-
-
-def _sent(whole: Any, before: DTensorSpec) -> DTensor:
-    """A tensor that rank 0 has, laid out as before; other ranks have its size and dtype."""
-    mesh = before.mesh
-    if isinstance(whole, torch.Tensor):
-        shape, dtype, given = tuple(whole.shape), whole.dtype, whole.detach().to(mesh.device_type)
-    else:
-        shape, dtype, given = tuple(whole.size), whole.dtype, torch.empty(0, dtype=whole.dtype, device=mesh.device_type)
-    spec = DTensorSpec(mesh, before.placements, TensorMeta.contiguous(shape, dtype), before.order)
-    return DTensor(distribute_from(given, Layout((1,), (Replicate(),), shape), (mesh.ranks.index(0),), spec), spec)
 
 
 def _distributing(distribute: Callable[..., Any]) -> Callable[..., Any]:
