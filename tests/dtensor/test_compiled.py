@@ -163,11 +163,19 @@ def test_make_fx_refuses_to_lose_a_redistribution(mode):
     run_ranks(2, body)
 
 
+def _with_zeros_in_two_columns(x):
+    y = x.clone()
+    y[:, [1, 3]] = 0
+    return y
+
+
 def test_a_list_as_an_index_ends_the_graph():
     def body(rank):
         x = distribute(X, T.Mesh((2,)), "S0")
         compiled = torch.compile(lambda x: x[:, [1, 3]] * 2, backend="aot_eager")
         torch.testing.assert_close(whole(compiled(x)), X[:, [1, 3]] * 2, rtol=0, atol=0)
+        written = torch.compile(_with_zeros_in_two_columns, backend="aot_eager")
+        torch.testing.assert_close(whole(written(x)), _with_zeros_in_two_columns(X), rtol=0, atol=0)
 
     torch._dynamo.reset()
     run_ranks(2, body)
