@@ -102,7 +102,8 @@ def publish_slots(signals, NUM_POINTERS: tl.constexpr, NUM_LANES: tl.constexpr, 
             tl.store(ended, 0)
             lanes = tl.arange(0, NUM_LANES)
             is_open = tl.load(tl.load(signals + 1).to(tl.pointer_type(tl.int64))) == 0
-            inside = (lanes < num_published) & is_open
+            # One comparison of lanes: Triton 3.9 interprets a mask of lanes and one number as integers, and refuses it.
+            inside = lanes < tl.where(is_open, num_published, 0)
             peers = signals + HEAD + NUM_POINTERS + lanes * ROW
             counts, places = _turns(signals, peers, inside)
             counters = tl.load(peers + 2, mask=inside, other=0).to(tl.pointer_type(tl.int64))
@@ -214,5 +215,6 @@ def _asked(asked, lanes, turn):
 
     The lanes add it up: were each to read it, they could part from each other.
     """
-    is_reader = (lanes == 0) & (turn % TURNS == 0)
+    # One comparison of lanes, as in `publish_slots`.
+    is_reader = lanes + turn % TURNS == 0
     return tl.load(asked + lanes * 0, mask=is_reader, other=0, volatile=True)

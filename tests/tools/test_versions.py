@@ -20,7 +20,8 @@ def test_what_pytest_reports_is_counted() -> None:
 
 def test_a_row_takes_the_place_of_that_of_its_versions() -> None:
     head = "# Versions\n\n| Python | torch |\n|---|---|\n"
-    first, second = (Row("3.11.7", torch, "core", Counts(1, 0, ())) for torch in ("2.13.0+cpu", "2.15.0"))
+    day = "2026-11-28"
+    first, second = (Row("3.11.7", torch, day, "core", Counts(1, 0, ())) for torch in ("2.13.0+cpu", "2.15.0"))
     text = with_row(with_row(head + "\nWords.\n", first), second)
     assert text == f"{head}{first.text()}\n{second.text()}\n\nWords.\n"
     better = second._replace(counts=Counts(9, 0, ()))
@@ -38,7 +39,7 @@ def test_one_torch_is_installed_before_the_package(uv: str | None) -> None:
 
 
 def test_the_table_in_the_documentation_has_rows_of_this_form() -> None:
-    row = Row("3.99.0", "9.9.9", "core", Counts(1, 0, ()))
+    row = Row("3.99.0", "9.9.9", "2026-11-28", "core", Counts(1, 0, ()))
     text = with_row(TABLE.read_text(), row)
     (head,) = [line for line in text.splitlines() if line.startswith("| Python |")]
     assert head.count("|") == row.text().count("|")

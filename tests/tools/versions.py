@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -40,19 +41,20 @@ class Row(NamedTuple):
 
     python: str
     torch: str
+    day: str
     tests: str
     counts: Counts
 
     def text(self) -> str:
         """The line in Markdown, with the first three failures by name.
 
-        >>> Row("3.11.7", "2.15.0+cpu", "core", Counts(7, 1, ("tests/ops/test_x.py::test_y",))).text()
-        '| 3.11.7 | 2.15.0+cpu | core | 7 | 1 | 1 | `tests/ops/test_x.py::test_y` |'
+        >>> Row("3.11.7", "2.15.0+cpu", "2026-11-28", "core", Counts(7, 1, ("tests/ops/test_x.py::test_y",))).text()
+        '| 3.11.7 | 2.15.0+cpu | 2026-11-28 | core | 7 | 1 | 1 | `tests/ops/test_x.py::test_y` |'
         """
         failures = self.counts.failures
         named = ", ".join(f"`{name}`" for name in failures[:3]) + (", ..." if len(failures) > 3 else "")
         return (
-            f"| {self.python} | {self.torch} | {self.tests} | {self.counts.passed} | {len(failures)} | "
+            f"| {self.python} | {self.torch} | {self.day} | {self.tests} | {self.counts.passed} | {len(failures)} | "
             f"{self.counts.skipped} | {named or '-'} |"
         )
 
@@ -137,7 +139,7 @@ def run(python: Path, tests: Sequence[str]) -> Row:
     command = [str(python), "-m", "pytest", "-q", *workers, "-m", CORE, f"--junitxml={report}", *(tests or ["tests"])]
     subprocess.run(command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": "."}, check=False, timeout=_LIMIT_S)
     names = " ".join(name.removeprefix("tests/") for name in tests)
-    return Row(versions[0], versions[1], names or "core", counts_of(report.read_text()))
+    return Row(versions[0], versions[1], date.today().isoformat(), names or "core", counts_of(report.read_text()))
 
 
 def main(arguments: Sequence[str]) -> int:

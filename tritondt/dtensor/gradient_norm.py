@@ -33,8 +33,8 @@ def clip_grad_norm_(
     It is torch.nn.utils.clip_grad_norm_ for distributed parameters on any number of meshes. A rank may be in only some
     of the meshes; a gradient counts once, however many ranks hold it. A collective call of all ranks of all the meshes,
     with parameters in the same order. Within `implicit_replication()` plain gradients count once as well. Raises
-    MixedTensorsError for a plain gradient elsewhere and, on all ranks, RuntimeError for a norm that is not finite,
-    where `error_if_nonfinite`.
+    MixedTensorsError for a plain gradient elsewhere and, on all ranks, RuntimeError for a norm that is not finite
+    if `error_if_nonfinite` is set.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

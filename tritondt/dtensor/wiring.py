@@ -44,11 +44,14 @@ let_composites_make_tensors(DTensor, wrap)
 register_from_local(DTensor.from_local)
 
 # Where a graph breaks, torch.compile looks at every frame that runs, and would trace dispatch itself, operator by
-# operator. A mark on the code, which costs a call nothing, keeps it and what it calls out.
+# operator. A mark on the code, which costs a call nothing, keeps it and what it calls out. An index with a list ends a
+# graph; in the frames that then run, torch fails with errors of its own (2.10: AssertionError of a guard on Identity,
+# 2.14: "'slice' object has no attribute 'dtype'").
 _eval_frame: Any = torch._C._dynamo.eval_frame
 _SKIP = _eval_frame._FrameAction.SKIP
 _subclasses = pending_class(DTensor), copied_view_class(DTensor)
-for _function in (enter, *(cast("Any", _class.__torch_dispatch__) for _class in _subclasses)):
+_indexing = DTensor.__getitem__, DTensor.__setitem__
+for _function in (enter, *_indexing, *(cast("Any", _class.__torch_dispatch__) for _class in _subclasses)):
     _code = _function.__code__
     _eval_frame.set_code_exec_strategy(_code, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
 
