@@ -58,6 +58,16 @@ class InPlaceDistribution(Distribution):
         super().parse_config_files(filenames, ignore_option_errors)
 
 
+def num_jobs():
+    """Compilers at a time: MAX_JOBS, as torch's own extensions have it, or one for each processor."""
+    given = os.environ.get("MAX_JOBS", "")
+    if not given:
+        return os.cpu_count()
+    if not given.isdecimal() or int(given) < 1:
+        sys.exit(f"MAX_JOBS={given!r} is set; allowed is a number of compilers at a time, from 1 on")
+    return int(given)
+
+
 class ParallelBuildExt(build_ext):
     """Compiles the sources of an extension side by side; setuptools alone takes them in turn."""
 
@@ -65,7 +75,7 @@ class ParallelBuildExt(build_ext):
         compile_in_turn = self.compiler.compile
 
         def compile_side_by_side(sources, *args, **kwargs):
-            with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            with ThreadPoolExecutor(max_workers=num_jobs()) as pool:
                 compiled = pool.map(lambda one: compile_in_turn([one], *args, **kwargs), sources)
                 return [object_path for object_paths in compiled for object_path in object_paths]
 

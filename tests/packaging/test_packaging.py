@@ -181,6 +181,19 @@ def test_source_distribution_holds_all_that_a_build_reads(checkout: Path, tmp_pa
     assert {str(path) for path in paths} <= found
 
 
+def test_a_number_of_compilers_that_is_none_is_refused() -> None:
+    ran = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
+        cwd=REPOSITORY,
+        env={**os.environ, "MAX_JOBS": "many"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert ran.stderr == "MAX_JOBS='many' is set; allowed is a number of compilers at a time, from 1 on\n"
+
+
 @pytest.mark.extended
 def test_wheel_imports_outside_the_repository(installed: Path, tmp_path: Path) -> None:
     found = origins(WITHOUT_EDITABLE_HOOK + REPORT_ORIGINS, tmp_path, PYTHONPATH=str(installed))

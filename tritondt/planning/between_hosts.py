@@ -33,6 +33,8 @@ Stage = Literal["source", "terms", "sums", "shares", "target"]
 
 # Steps all of whose messages stay inside hosts.
 _INSIDE: set[tuple[Stage, Stage]] = {("source", "terms"), ("shares", "target")}
+# Ranks of which all forms are made, to be weighed by time. Of more, making and pricing a form takes seconds.
+MOST_WEIGHED = 64
 # Listed in a second or two, with two for each rank. Where there are more, nearly all pairs of ranks have messages, and
 # one exchange is the plan.
 MOST_ITEMS, _ITEMS_OF_A_RANK = 50_000, 2
@@ -706,10 +708,10 @@ def _exchange(pairing: Pairing, before: Stage, after: Stage, own: int, contribut
 def host_forms(
     source: Layout, target: Layout, hosts: Hosts, ranks: MeshRanks | None = None
 ) -> list[tuple[int, tuple[HostStep, ...]]]:
-    """Forms that know hosts with the fewest elements between these, of which those with the fewest steps.
+    """Forms that know hosts, each with the elements that cross between these; none where items cannot be listed.
 
-    Each with those elements; none where items cannot be listed. On one mesh no axis becomes Partial from `source` to
-    `target`.
+    Of more than 64 ranks, those with the fewest elements, and of them those with the fewest steps. On one mesh no axis
+    becomes Partial from `source` to `target`.
     """
     if ranks is None and moves_nothing(source, target):
         return []
@@ -718,7 +720,9 @@ def host_forms(
         return []
     found = ways(pairing)
     keys = [(pairing.between_hosts(each), len(each)) for each in found]
-    return [(key[0], steps_through(pairing, each)) for key, each in zip(keys, found, strict=True) if key == min(keys)]
+    least = min(keys)
+    made = [(key[0], each) for key, each in zip(keys, found, strict=True) if key == least or len(hosts) <= MOST_WEIGHED]
+    return [(crossing, steps_through(pairing, each)) for crossing, each in made]
 
 
 def ways(pairing: Pairing) -> list[tuple[Stage, ...]]:

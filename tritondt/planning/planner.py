@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import permutations
 
 from tritondt.errors import LayoutError, MeshError
-from tritondt.planning.between_hosts import Hosts, HostStep, MeshRanks, host_forms, pairing_of
+from tritondt.planning.between_hosts import MOST_WEIGHED, Hosts, HostStep, MeshRanks, host_forms, pairing_of
 from tritondt.planning.collectives import collective_between, is_offered
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import Route
@@ -99,7 +99,7 @@ def fastest_on_hosts(
 
     Above 64 ranks, whose messages take long to be listed, only the form with the fewest elements is looked at.
     """
-    if len(hosts) > _MOST_COUNTED:
+    if len(hosts) > MOST_WEIGHED:
         return min(knowing, key=lambda form: form[:2])[2]
     return min(knowing, key=lambda form: (seconds_on_hosts(form[2], itemsize, costs, hosts, ranks), form[:2]))[2]
 

@@ -13,6 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
+from tritondt.errors.arguments import first
 from tritondt.interop.transformers.entries import EXPERTS, Entry
 from tritondt.parallel import ParallelStyle
 from tritondt.parallel.boundary import InputPlan, activation_spec, input_plan_of
@@ -110,6 +111,7 @@ class ShardedExperts(WeightStyle):
     [((3, 4, 6), (3, 6, 2)), ((3, 4, 6), (3, 6, 2))]
     """
 
+    @first("features")
     def __init__(self, features: Mapping[str, str] | None = None) -> None:
         self.features = features
 
