@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 
 from tritondt.kernels.gpu.device_table import Form, Kernel
 from tritondt.kernels.gpu.instructions import disassembled
-from tritondt.kernels.gpu.tuning import choose
+from tritondt.kernels.gpu.tuning import DEFAULT, choose
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Two loads of 8 bytes side by side are one instruction too.
@@ -30,9 +30,11 @@ class Compiled(NamedTuple):
     sass: str
 
 
-def compile_kernel(kernel: Kernel, modes: int, num_dims: int, architecture: int, num_pointers: int = 8) -> Compiled:
-    """A kernel as it is launched for a class of modes, on a GPU that nobody has tuned for."""
-    choice = choose("default", kernel.name, kernel.width, num_dims)
+def compile_kernel(
+    kernel: Kernel, modes: int, num_dims: int, architecture: int, num_pointers: int = 8, device_name: str = DEFAULT
+) -> Compiled:
+    """A kernel as it is launched for a class of modes, by default on a GPU that nobody has tuned for."""
+    choice = choose(device_name, kernel.name, kernel.width, num_dims)
     form = Form(modes, num_dims, num_pointers, choice.block)
     constants, function = form.constants(kernel), kernel.function
     arguments = dict.fromkeys(function.arg_names, "i32") | {

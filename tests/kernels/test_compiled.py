@@ -6,6 +6,7 @@ and one for tiles.
 """
 
 import itertools
+import json
 import re
 from typing import NamedTuple
 
@@ -16,12 +17,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 
 from tests.kernels.compiled import compile_kernel
+from tritondt.kernels.gpu.ahead_of_time import kernels
 from tritondt.kernels.gpu.cast_boxes import DIVIDES, MULTIPLIES, NO_SCALES, DtypePair
 from tritondt.kernels.gpu.copy_boxes import copies
 from tritondt.kernels.gpu.fp8_tables import scale_finding
 from tritondt.kernels.gpu.reduce_slots import reductions
 from tritondt.kernels.gpu.specialization import ALL_TILES, COPY_RUNS, DIMS, SHORT_ROWS, WIDE_RUNS
-from tritondt.kernels.gpu.tuning import choose
+from tritondt.kernels.gpu.tuning import DEFAULT, PATH, choose
 from tritondt.kernels.reduction_dtypes import DTYPES
 
 FEW = DIMS[0]
@@ -189,3 +191,21 @@ def test_a_bound_of_an_architecture_ends_spills_there(kernel):
     """Within the bound of all others, or without one, each spills 8 or 16 bytes on sm_120."""
     compiled = compile_kernel(kernel, kernel.modes[0], FEW, 120)
     assert_lean(compiled, most=kernel.registers[12])
+
+
+# The architectures of the devices that kernels were tuned on.
+ARCHITECTURES = {"NVIDIA H200": 90}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("device_name", ARCHITECTURES)
+def test_choices_that_were_tuned_for_a_device_spill_nowhere(device_name):
+    """Those of older kernels may: blocks of 1024 had casts of Triton 3.6 spill up to 96 bytes within 64 registers."""
+    recorded = json.loads(PATH.read_text())
+    assert set(recorded) == {DEFAULT, *ARCHITECTURES}
+    tuned = {(name, entry["width"]) for name, entries in recorded[device_name].items() for entry in entries}
+    chosen = [kernel for kernel in kernels() if (kernel.name, kernel.width) in tuned]
+    assert {(kernel.name, kernel.width) for kernel in chosen} == tuned
+    for kernel, modes in [(one, modes) for one in chosen for modes in one.modes]:
+        compiled = compile_kernel(kernel, modes, FEW, ARCHITECTURES[device_name], device_name=device_name)
+        assert compiled.spilled_bytes == 0, (kernel.constants, modes)
