@@ -72,10 +72,10 @@ class ParallelBuildExt(build_ext):
     """Compiles the sources of an extension side by side; setuptools alone takes them in turn."""
 
     def build_extension(self, ext):
-        compile_in_turn = self.compiler.compile
+        compile_in_turn, jobs = self.compiler.compile, num_jobs()
 
         def compile_side_by_side(sources, *args, **kwargs):
-            with ThreadPoolExecutor(max_workers=num_jobs()) as pool:
+            with ThreadPoolExecutor(max_workers=jobs) as pool:
                 compiled = pool.map(lambda one: compile_in_turn([one], *args, **kwargs), sources)
                 return [object_path for object_paths in compiled for object_path in object_paths]
 
