@@ -4,6 +4,7 @@ import os
 import select
 import socket
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,13 @@ def machine() -> str:
 
 
 def _boot_id() -> str:
-    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    return _content(_BOOT_ID)
+
+
+# Once, while there are descriptors: a process that has none left still looks whether those it waits for have ended.
+@cache
+def _content(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""
 
 
 def this_process() -> dict[str, Any]:
