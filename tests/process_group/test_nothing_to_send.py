@@ -72,7 +72,7 @@ def without_elements(rank: int, dtypes: tuple[torch.dtype, ...]) -> None:
 
 
 @pytest.mark.in_core(3)
-@pytest.mark.parametrize("over", ["shared-memory", "sockets", "nccl"])
+@pytest.mark.parametrize("over", ["shared-memory", "sockets", "nccl", "gloo"])
 def test_tensors_without_elements(ranks_of: RanksOf, over: str) -> None:
     # Gloo has no int16 and NCCL reduces none, whatever the number of elements.
     dtypes = DTYPES if over == "shared-memory" else tuple(dtype for dtype in DTYPES if dtype is not torch.int16)
@@ -110,6 +110,6 @@ def alone(rank: int, is_nccl: bool) -> None:
 
 
 @pytest.mark.in_core(3)
-@pytest.mark.parametrize("over", ["shared-memory", "sockets", "nccl"])
+@pytest.mark.parametrize("over", ["shared-memory", "sockets", "nccl", "gloo"])
 def test_groups_of_one_rank(ranks_of: RanksOf, over: str) -> None:
     ranks_of(over, 2).run(alone, over == "nccl")

@@ -240,3 +240,39 @@ def what_torch_asks(rank: int) -> list[Any]:
 def test_what_torch_asks_of_a_group(ranks: GlooRanks) -> None:
     expected = ["tritondt", "cpu:tritondt,cuda:tritondt", "tritondt", "tritondt", True, ["cpu", "cuda"], "PrefixStore"]
     assert ranks.run(what_torch_asks) == [expected] * 2
+
+
+def wait_again(rank: int, is_nccl: bool) -> None:
+    group: Any = dist.group.WORLD
+    synchronous = dist.ReduceScatterOptions()
+    synchronous.asyncOp = False
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        "all_reduce": lambda x: dist.all_reduce(x, async_op=True),
+        "all_gather": lambda x: dist.all_gather_into_tensor(x, own(rank, 3), async_op=True),
+        "scatter": lambda x: dist.scatter(x, [own(0), own(1)] if rank == 0 else None, async_op=True),
+        "all_to_all": lambda x: dist.all_to_all_single(x, own(rank), async_op=True),
+        "reduce_scatter": lambda x: dist.reduce_scatter(x, [own(rank), own(rank)], async_op=True),
+        "reduce_scatter_tensor": lambda x: dist.reduce_scatter_tensor(x, own(rank, 12), async_op=True),
+        "coalesced": lambda x: group.reduce_scatter_tensor_coalesced([x], [own(rank, 12)]),
+        "synchronous": lambda x: group.reduce_scatter_tensor_coalesced([x], [own(rank, 12)], synchronous),
+    }
+    for name, call in calls.items():
+        for x in (torch.ones(6), *(() if is_nccl else (torch.ones(6, 2)[:, 0],))):  # NCCL takes none with gaps
+            work = call(x)
+            assert work.wait(), name
+            assert x.count_nonzero() == 6, name
+            if is_nccl:  # the host has only queued it
+                work.wait(timedelta(seconds=60))
+            assert work.is_completed(), name
+            assert work.is_success(), name
+            assert work.exception() is None, name
+            x.fill_(-1)
+            assert work.wait(), name
+            work.synchronize()
+            torch.testing.assert_close(x, torch.full((6,), -1.0), rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.in_core(1)
+@pytest.mark.parametrize("over", ["gloo", "shared-memory", "sockets", "nccl"])
+def test_a_work_that_is_waited_for_again_writes_nothing(ranks_of: RanksOf, over: str) -> None:
+    ranks_of(over, 2).run(wait_again, over == "nccl", timeout_s=100)

@@ -62,10 +62,13 @@ class Operation:
     """An operation on Gloo: its number among the group's collectives, the program's line, the recorder's entry.
 
     `peers` are those that it may wait for, as ranks of the world. The watch's `late` is made when it first looks.
+    `has_run` is set by a wait that went well: a reduce_scatter of Gloo never says so itself, and one that is waited for
+    again writes its tensors again.
     """
 
     __slots__ = (
-        *("__weakref__", "entry", "late", "named", "native", "peers", "sequence", "site", "started", "timeout_s"),
+        *("__weakref__", "entry", "has_run", "late", "named", "native", "peers", "sequence", "site", "started"),
+        "timeout_s",
     )
 
     def __init__(
@@ -74,11 +77,17 @@ class Operation:
         self.native, self.named, self.sequence, self.site, self.entry = native, named, sequence, site, entry
         self.started, self.timeout_s, self.peers = time.monotonic(), timeout_s, peers
         self.late: Wait | None = None
+        self.has_run = False
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether the operation has run, well or not, as far as Gloo tells before it is waited for."""
+        return self.has_run or bool(self.native.is_completed())
 
     @property
     def trouble(self) -> str | None:
         """The first line of what Gloo has raised; None where it has run well, or is under way."""
-        if not self.native.is_completed():
+        if self.has_run or not self.native.is_completed():
             return None
         try:
             self.native.get_future().value()
@@ -89,7 +98,13 @@ class Operation:
     @property
     def is_over(self) -> bool:
         """Whether the operation has run well: one that has not waits to be explained."""
-        return self.native.is_completed() and self.trouble is None
+        return self.is_completed and self.trouble is None
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> None:
+        """Returns when the operation has run; raises what Gloo does where it has not within `timeout`."""
+        if not self.has_run:
+            self.native.wait(timeout)
+            self.has_run = True
 
 
 class GlooWork(WorkOfTensors):
@@ -116,7 +131,7 @@ class GlooWork(WorkOfTensors):
             return True
         if self._operation.is_over:
             self._finish()
-        return self._operation.native.is_completed()
+        return self._operation.is_completed
 
     def is_success(self) -> bool:
         """Whether the operation has run well."""
@@ -138,7 +153,7 @@ class GlooWork(WorkOfTensors):
                 self._wait(timeout)
             except RuntimeError as error:
                 operation = self._operation
-                if timeout > _NO_TIMEOUT and self._connection.failure is None and not operation.native.is_completed():
+                if timeout > _NO_TIMEOUT and self._connection.failure is None and not operation.is_completed:
                     text, limit_s = operation.named.text, timeout.total_seconds()
                     raise PeerError(f"{text} was waited for {limit_s:g} s, as asked, and is under way") from None
                 self._explain(error)
@@ -149,7 +164,7 @@ class GlooWork(WorkOfTensors):
         return True
 
     def _wait(self, timeout: timedelta) -> None:
-        self._operation.native.wait(timeout)
+        self._operation.wait(timeout)
 
     def _explain(self, error: BaseException) -> None:
         self._error = self._error or self._connection.explained(self._operation, error)
@@ -184,11 +199,11 @@ class MessageWork(GlooWork):
 
     def _wait(self, timeout: timedelta) -> None:
         with self._connection.watching(self._operation):
-            self._operation.native.wait(timeout)
+            self._operation.wait(timeout)
 
     def is_completed(self) -> bool:
         """Whether the message has been waited for: Gloo knows no more."""
-        return self._error is not None or self._operation.native.is_completed()
+        return self._error is not None or self._operation.is_completed
 
     def exception(self) -> Any:
         """The message's error, once it has been waited for."""
@@ -214,7 +229,7 @@ class FromAnyWork(MessageWork):
         limit = timeout if timeout > _NO_TIMEOUT else timedelta(seconds=operation.timeout_s)
         with self._connection.watching(operation):
             try:
-                within(limit, partial(operation.native.wait, limit), "tritondt-gloo", self._connection.look)
+                within(limit, partial(operation.wait, limit), "tritondt-gloo", self._connection.look)
             except TimeoutError:
                 raise RuntimeError(f"no rank has sent one within {limit.total_seconds():g} s") from None
 
@@ -270,7 +285,7 @@ class GlooConnection(Closable):
     def wait_for(self, operation: Operation) -> None:
         """Returns when a collective has run; raises why it does not."""
         try:
-            operation.native.wait()
+            operation.wait()
         except RuntimeError as error:
             found = self.explained(operation, error)
             self.end(operation)
@@ -448,7 +463,7 @@ class GlooConnection(Closable):
         """Ends Gloo's threads, which run what is left first: here, or behind whoever may not wait for that."""
         left = [self._gloo, self._over_gloo]
         self._gloo = self._over_gloo = None
-        if any(not operation.native.is_completed() for operation in list(self._under_way)):
+        if any(not operation.is_completed for operation in list(self._under_way)):
             start_daemon(left.clear, "tritondt-gloo")
         self._under_way.clear()
 

@@ -81,7 +81,7 @@ class GlooGroup:
         if getattr(arguments[-1], "asyncOp", True):
             return GlooWork(connection, operation, call.results, copies)
         connection.wait_for(operation)
-        if not copies:
+        if not copies and operation.native.is_completed():
             return operation.native  # which has run, and tells as much
         copy_back(copies)
         return FinishedWork(call.results)
