@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import click
 import torch
@@ -34,6 +35,7 @@ from tritondt.ops import set_fallback
 from tritondt.ops.propagation.fallback import MODES, Mode
 
 _ALWAYS = "right always"
+_UNKNOWN = "no reason is known"
 # What the benchmark is to show.
 _TARGETS: dict[Mode, dict[str, int]] = {
     "raise": {"right always": 560, "sends_nothing": 480},
@@ -67,6 +69,37 @@ def _summary(found: Sequence[Measured]) -> dict[str, int]:
         "moves_nothing": sum(item.moves_nothing and not item.sends_nothing for item in right),
         "gathers": sum(map(_only_gathers, right)),
     }
+
+
+def _findings(found: Sequence[Measured], fallback: Mode) -> dict[str, Any]:
+    """The result's part about operators."""
+    others = [item.other for item in found if item.other is not None]
+    return {
+        "counts": _summary(found),
+        "torch_counts": _summary(others) if others else {},
+        "targets": _TARGETS[fallback],
+        "gathering": {item.name: GATHERED.get(item.name, _UNKNOWN) for item in found if _only_gathers(item)},
+        "compared_trials": sum(item.num_compared for item in found),
+        "terms_whole": sum(item.num_terms_whole for item in found),
+        "more_bytes": {item.name: MORE_BYTES.get(item.name, _UNKNOWN) for item in found if item.more_bytes},
+        "cases": [
+            {**asdict(item), "verdict": item.verdict, "torch_verdict": item.other.verdict if item.other else None}
+            for item in found
+        ],
+    }
+
+
+def _print(console: Console, result: dict[str, Any]) -> None:
+    """The table of counts, and what gathers or sends more than torch, with the reasons."""
+    of_torch = result["torch_counts"]
+    table = Table("of torch's operators", "count", "at least", *(["torch"] if of_torch else []))
+    for name, number in result["counts"].items():
+        of_other = [str(of_torch[name]) if "nothing" not in name and name != "gathers" else ""] if of_torch else []
+        table.add_row(name, str(number), str(result["targets"].get(name, "")), *of_other)
+    console.print(table)
+    for key, does in (("gathering", "gathers"), ("more_bytes", "sends more than torch")):
+        for name, reason in result[key].items():
+            console.print(f"{name} {does}: {reason}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _again(names: Sequence[str], trial: int) -> None:
@@ -109,6 +142,24 @@ def main(
         _again(names, trial)
         return
     console, started = Console(stderr=is_printed(json_to)), time.monotonic()
+    measured: list[Measured] = []
+
+    def document(found: Sequence[Measured], *, is_complete: bool) -> dict[str, Any]:
+        run = {"trials": trials, "fallback": fallback, "seconds": round(time.monotonic() - started, 1)}
+        return {
+            "benchmark": "op_coverage",
+            **surroundings(),
+            **run,
+            **_findings(found, fallback),
+            "complete": is_complete,
+        }
+
+    def note(item: Measured) -> None:
+        measured.append(item)
+        _tell(console, item)
+        if json_to is not None and not is_printed(json_to):
+            write_json(document(measured, is_complete=False), json_to)
+
     found = measure_all(
         names,
         trials,
@@ -116,40 +167,10 @@ def main(
         with_torch=against is not None,
         num_processes=processes,
         limit_s=limit,
-        on_measured=lambda measured: _tell(console, measured),
+        on_measured=note,
     )
-    counts, targets = _summary(found), _TARGETS[fallback]
-    others = [item.other for item in found if item.other is not None]
-    of_torch = _summary(others) if others else {}
-    table = Table("of torch's operators", "count", "at least", *(["torch"] if others else []))
-    for name, number in counts.items():
-        of_other = [str(of_torch[name]) if "nothing" not in name and name != "gathers" else ""] if others else []
-        table.add_row(name, str(number), str(targets[name]) if name in targets else "", *of_other)
-    console.print(table)
-    gathering = {item.name: GATHERED.get(item.name, "no reason is known") for item in found if _only_gathers(item)}
-    for name, reason in gathering.items():
-        console.print(f"{name} gathers: {reason}", highlight=False, markup=False, soft_wrap=True)
-    more = {item.name: MORE_BYTES.get(item.name, "no reason is known") for item in found if item.more_bytes}
-    for name, reason in more.items():
-        console.print(f"{name} sends more than torch: {reason}", highlight=False, markup=False, soft_wrap=True)
-    result = {
-        "benchmark": "op_coverage",
-        **surroundings(),
-        "trials": trials,
-        "fallback": fallback,
-        "seconds": round(time.monotonic() - started, 1),
-        "counts": counts,
-        "torch_counts": of_torch,
-        "targets": targets,
-        "gathering": gathering,
-        "compared_trials": sum(item.num_compared for item in found),
-        "terms_whole": sum(item.num_terms_whole for item in found),
-        "more_bytes": more,
-        "cases": [
-            {**asdict(item), "verdict": item.verdict, "torch_verdict": item.other.verdict if item.other else None}
-            for item in found
-        ],
-    }
+    result = document(found, is_complete=True)
+    _print(console, result)
     write_json(result, json_to)
     if any(item.counts[WRONG] for item in found):
         raise SystemExit(1)

@@ -56,6 +56,7 @@ def test_the_last_line_holds_the_counts():
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["counts"]["operators"] == found["counts"]["right always"] == 1
     assert [case["name"] for case in found["cases"]] == ["cos"]
+    assert found["complete"]
 
 
 def test_a_pattern_without_operators_is_refused():
@@ -64,6 +65,23 @@ def test_a_pattern_without_operators_is_refused():
     result = CliRunner().invoke(main, ["--ops", "nothing*"])
     assert result.exit_code == 2
     assert "--ops 'nothing*' names no operator" in result.output
+
+
+def test_a_run_that_is_broken_off_has_written_what_it_measured(tmp_path, monkeypatch):
+    from benchmarks.ops.op_coverage import __main__ as program  # noqa: PLC0415  loads the database: 4 s
+    from benchmarks.ops.op_coverage.measuring import Measured  # noqa: PLC0415
+
+    def measure_one(names, *arguments, on_measured, **options):
+        on_measured(Measured(names[0]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "measure_all", measure_one)
+    file = tmp_path / "found.json"
+    ended = [CliRunner().invoke(program.main, ["--ops", "cos,sin", "--json", to]) for to in (str(file), "-")]
+    assert [each.exit_code for each in ended] == [1, 1]
+    assert ended[1].stdout == ""
+    found = json.loads(file.read_text())
+    assert ([case["name"] for case in found["cases"]], found["complete"]) == (["cos"], False)
 
 
 @pytest.mark.extended
