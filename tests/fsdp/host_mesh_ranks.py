@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import tritondt as T
 from tests.harness.pairs_on_hosts import digest, sent_on_wire
@@ -63,6 +64,27 @@ def explained(mesh: Any) -> int:
     return LAYERS * (2 * gather + reduce)
 
 
+def set_from_rank_0(mesh: Any) -> int:
+    """Bytes that this host sends while rank 0 sets the parameters of a sharded module on all ranks."""
+    module: Any = torch.nn.Linear(FEATURES, FEATURES, bias=False)
+    fully_shard(module, mesh=mesh)
+    whole = torch.arange(float(FEATURES * FEATURES)).view(FEATURES, FEATURES)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    everyone = world.current().communicator(tuple(range(dist.get_world_size())))
+    sent = 0
+    for factor in (1.0, 2.0):  # ranks are connected before the second time
+        everyone.barrier()
+        before = sent_on_wire()
+        everyone.barrier()
+        given: dict[str, Any] = {"weight": whole * factor} if dist.get_rank() == 0 else {}
+        set_model_state_dict(module, given, options=options)
+        everyone.barrier()
+        sent = sent_on_wire() - before
+        everyone.barrier()
+        torch.testing.assert_close(module.weight.full_tensor(), whole * factor, rtol=0, atol=0)
+    return sent
+
+
 def run() -> dict[str, Any]:
     """This rank's bytes and parameters, on the mesh that was found and on one of neighbours."""
     dist.init_process_group("tritondt")
@@ -74,6 +96,7 @@ def run() -> dict[str, Any]:
     torch.testing.assert_close(others, parameters, rtol=0, atol=0)
     found = {"rank": dist.get_rank(), "host": int(os.environ["HOST_NUMBER"]), "ranks": mesh.mesh.tolist()}
     found |= {"sent_found": sent, "sent_named": sent_named, "digest": digest(parameters)}
+    found |= {"sent_from_rank_0": [set_from_rank_0(each) for each in (mesh, named["replicate", "shard"])]}
     found |= {"explained_found": explained(mesh), "explained_named": explained(named)}
     T.close()
     dist.destroy_process_group()

@@ -62,3 +62,8 @@ def test_training_on_two_hosts_whose_ranks_alternate(tmp_path: Path) -> None:
     sent = sum(each["sent_found"] for each in one_of_each_host)
     assert 2 * parameters <= sent <= 1.03 * 2 * parameters + 60_000
     assert sum(each["sent_named"] for each in one_of_each_host) > sent
+    # The other host lacks the whole of what rank 0 has where it holds all shards, and half of it where it holds one.
+    layer = FEATURES * FEATURES * 4
+    for mesh, least in enumerate((layer, layer // 2)):
+        sent = sum(each["sent_from_rank_0"][mesh] for each in one_of_each_host)
+        assert least <= sent <= 1.03 * least + 60_000, (mesh, sent)

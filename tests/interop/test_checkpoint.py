@@ -208,6 +208,86 @@ def test_a_full_state_dict_is_cut_again(four_ranks: GlooRanks, broadcast: bool) 
     four_ranks.run(set_again, broadcast)
 
 
+ON_ALL_RANKS = ("rows", "plane", "pinned")  # and from rank 0 on: it sends every rank its part
+LAYOUTS_OF_STATES = {**LAYOUTS, "turned": ((4,), (1, 0, 3, 2), LAYOUTS["rows"][2])}
+
+
+def set_from_rank_0(rank: int, layout: str) -> tuple[dict[str, torch.Tensor], int]:
+    """Whole tensors as rank 0 has set them, which differ from those before, and how many it sent by parts."""
+    mesh_shape, mesh_ranks, placements = LAYOUTS_OF_STATES[layout]
+    mesh = T.Mesh(mesh_shape, ranks=mesh_ranks)
+    names = [name for name in TENSORS if name != "scalar"]  # torch sends it as an object
+    texts = dict(zip(TENSORS, placements, strict=True))
+    found: dict[str, Any] = {name: cut(whole(name, 100), mesh, texts[name]) for name in names}
+    before = {name: tensor._spec for name, tensor in found.items()}
+    given = {name: whole(name) for name in names} if rank == 0 else {}
+    if rank == 0:
+        given["matrix"] = given["matrix"].t().contiguous().t()
+    steps: list[events.StepRan] = []
+    unsubscribe = events.subscribe(steps.append)
+    torch_state_dict._broadcast_state_dict(given, found, torch.device("cpu"))
+    unsubscribe()
+    assert {name: tensor._spec for name, tensor in found.items()} == before
+    return {name: tensor.full_tensor() for name, tensor in found.items()}, [each.kind for each in steps].count("send")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_STATES)
+def test_a_full_state_dict_of_rank_0(four_ranks: GlooRanks, layout: str) -> None:
+    for rank, (found, num_sent) in enumerate(four_ranks.run(set_from_rank_0, layout)):
+        assert num_sent == (len(found) if layout in ON_ALL_RANKS else 0)
+        if rank < 3 or layout != "three":
+            for name, tensor in found.items():
+                assert_close(tensor, whole(name), rtol=0, atol=0)
+
+
+def set_where_a_rank_differs(rank: int, has_plain: bool) -> Any:
+    found: dict[str, Any] = {"matrix": state("rows", 100)["nested"]["matrix"]}
+    if rank == 2:
+        found = {"matrix": torch.zeros(17, 6)} if has_plain else {}
+    torch_state_dict._broadcast_state_dict({"matrix": whole("matrix")} if rank == 0 else {}, found, torch.device("cpu"))
+    if rank == 2:
+        return found.get("matrix")
+    assert_close(found["matrix"].to_local(), cut(whole("matrix"), T.Mesh((4,)), "S0").to_local(), rtol=0, atol=0)
+    return found["matrix"]._spec.placements
+
+
+@pytest.mark.parametrize("has_plain", [False, True])
+def test_a_tensor_that_one_rank_has_not_or_whole(four_ranks: GlooRanks, has_plain: bool) -> None:
+    found = four_ranks.run(set_where_a_rank_differs, has_plain)
+    assert found[0] == found[1] == found[3] == (T.Shard(0),)
+    if has_plain:
+        assert_close(found[2], whole("matrix"), rtol=0, atol=0)
+    else:
+        assert found[2] is None
+
+
+GIVEN_WRONG = {
+    "distributed": lambda x: cut(x, T.Mesh((4,), ranks=[3, 2, 1, 0]), "S0"),
+    "sparse": lambda x: x.to_sparse(),
+    "meta": lambda x: x.to("meta"),
+}
+
+
+def refused_from_rank_0(rank: int, kind: str) -> str:
+    found: dict[str, Any] = {"matrix": state("rows")["nested"]["matrix"]}
+    wrong = GIVEN_WRONG[kind](whole("matrix"))
+    with pytest.raises(T.TritondtError) as raised:
+        torch_state_dict._broadcast_state_dict({"matrix": wrong} if rank == 0 else {}, found, torch.device("cpu"))
+    torch_state_dict._broadcast_state_dict({"matrix": whole("matrix", 7)}, found, torch.device("cpu"))
+    assert_close(found["matrix"].full_tensor(), whole("matrix", 7), rtol=0, atol=0)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+@pytest.mark.in_core(1)
+@pytest.mark.parametrize("kind", GIVEN_WRONG)
+def test_what_rank_0_cannot_send_all_hear_and_go_on(four_ranks: GlooRanks, kind: str) -> None:
+    first, *others = four_ranks.run(refused_from_rank_0, kind)
+    assert "memory" in first if kind == "meta" else "broadcast_from_rank0" in first
+    for other in others:
+        assert other.startswith("RefusalError"), other
+        assert first.partition(": ")[2] in other
+
+
 def continued(rank: int, folder: str) -> None:
     """Training goes on bit for bit from a checkpoint of model and optimizer."""
     made, optimizer = trained()

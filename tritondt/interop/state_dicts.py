@@ -14,8 +14,12 @@ import torch.distributed as dist
 
 from tritondt.dtensor.distribute import distribute_tensor
 from tritondt.dtensor.tensor import DTensor
+from tritondt.redistribution.given_local import given_local
+from tritondt.redistribution.refusals import refusing_comparison
+from tritondt.redistribution.run import check_address
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Replicate
+from tritondt.sharding.spec import DTensorSpec
 
 
 def add_distributed_tensors(module: ModuleType) -> None:
@@ -81,14 +85,60 @@ def _whole_on(tensor: DTensor, wanting: Sequence[int]) -> torch.Tensor:
 
 def _broadcasting(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     def broadcast_tensors(
-        full_state_dict: dict[str, Any], local_state_dict: dict[str, Any], keys: list[str], *rest: Any, **options: Any
+        full_state_dict: dict[str, Any],
+        local_state_dict: dict[str, Any],
+        keys: list[str],
+        device: torch.device,
+        pg: dist.ProcessGroup | None = None,
     ) -> None:
-        """Puts into `local_state_dict` what rank 0 has, as distributed tensors where they were: a collective call."""
+        """Puts into `local_state_dict` what rank 0 has, as distributed tensors where they were: a collective call.
+
+        Each rank is sent its part of those on a mesh of all ranks, and each host what its ranks lack once.
+        """
         distributed = _distributed(local_state_dict, keys)
-        broadcast(full_state_dict, local_state_dict, keys, *rest, **options)
-        _cut_again(local_state_dict, distributed)
+        sent = _sent_by_all(distributed, keys, device, pg)
+        for key in sent:
+            local_state_dict[key] = _from_rank_0(full_state_dict[key], distributed.pop(key)._spec)
+        rest = {key: _contiguous(full_state_dict[key]) for key in keys if key not in sent}
+        if rest:
+            broadcast(rest, local_state_dict, [*rest], device, pg)
+            _cut_again(local_state_dict, distributed)
 
     return broadcast_tensors
+
+
+def _sent_by_all(
+    distributed: Mapping[str, DTensor], keys: Sequence[str], device: torch.device, pg: dist.ProcessGroup | None
+) -> list[str]:
+    """The keys whose tensors are on a mesh of all ranks with rank 0 first on every rank, which all find alike.
+
+    A rank may lack a tensor of the others or have a plain one, and of other meshes some ranks know nothing, as those
+    of another pipeline stage: whole tensors are then broadcast.
+    """
+    everyone = sorted(dist.get_process_group_ranks(pg))
+    meshes = [distributed[key]._spec.mesh if key in distributed else None for key in keys]
+    own = [mesh is not None and mesh.ranks[0] == 0 and sorted(mesh.ranks) == everyone for mesh in meshes]
+    taken = [each.type for each in (pg or dist.group.WORLD)._device_types]  # type: ignore[union-attr]
+    on_all = torch.tensor(own, dtype=torch.int32, device=device.type if device.type in taken else taken[0])
+    dist.all_reduce(on_all, dist.ReduceOp.MIN, pg)
+    return [key for key, is_sent in zip(keys, on_all.tolist(), strict=True) if is_sent]
+
+
+def _contiguous(given: Any) -> Any:
+    """A tensor by rows: Gloo broadcasts memory in its order, and the others take it for rows."""
+    return given.contiguous() if isinstance(given, torch.Tensor) else given
+
+
+def _from_rank_0(given: Any, before: DTensorSpec) -> DTensor:
+    """A whole tensor of rank 0 laid out as before; other ranks have its size and dtype in place of it."""
+    mesh = before.mesh
+    with refusing_comparison(mesh):
+        if isinstance(given, torch.Tensor):
+            whole = given_local(given, "broadcast_from_rank0").detach()
+            check_address(whole, before)
+        else:
+            whole = torch.empty((), dtype=given.dtype, device=mesh.device_type).expand(given.size)
+    return distribute_tensor(whole, mesh, before.placements, order=before.order, src_data_rank=0)
 
 
 def _distributing(distribute: Callable[..., Any]) -> Callable[..., Any]:
