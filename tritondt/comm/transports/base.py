@@ -208,30 +208,24 @@ class PackedCommunicator(OrderedCommunicator):
             sends = message_buffers((plan.sends, sources, source_pointers, memory, buffer))
             try:
                 self.post(record, receives, sends)
-                if plan.pack is not None:
-                    self._pack(plan, record, source_pointers, buffer, target_pointers, threads)
+                self._pack(plan, record, source_pointers, buffer, target_pointers, threads)
                 step(record.entry, SEND)
                 if plan.collective is None:
                     self.start(record, receives, sends)
                 else:
                     self.start_collective(plan.collective, source_pointers, targets, buffer, staging)
-                if plan.keep is not None:
-                    self._keep(plan, record, source_pointers, buffer, target_pointers, threads)
+                self._keep(plan, record, source_pointers, buffer, target_pointers, threads)
                 step(record.entry, WAIT)
                 self.finish(record, receives, sends)
                 # Whoever has not unpacked lacks the result, and takes part in nothing that follows from it.
-                if plan.unpack is not None or plan.reduces:
-                    self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
+                self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
             except BaseException as error:
                 self._end_broken(record, error)
                 raise
         else:
-            if plan.pack is not None:
-                self._pack(plan, record, source_pointers, buffer, target_pointers, threads)
-            if plan.keep is not None:
-                self._keep(plan, record, source_pointers, buffer, target_pointers, threads)
-            if plan.unpack is not None or plan.reduces:
-                self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
+            self._pack(plan, record, source_pointers, buffer, target_pointers, threads)
+            self._keep(plan, record, source_pointers, buffer, target_pointers, threads)
+            self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
 
     def _plan_at(self, transfer: Transfer, sources: Sequence[int], targets: Sequence[int]) -> Program:
         """The plan of the same messages that packs what would start at no multiple of the alignment."""
@@ -254,7 +248,8 @@ class PackedCommunicator(OrderedCommunicator):
         targets: list[int],
         threads: int,
     ) -> None:
-        assert plan.pack is not None, "a plan that packs has a table for it"
+        if plan.pack is None:
+            return
         self._recorder.step(record.entry, PACK)
         self._launch(plan.pack.run, sources, [buffer, *targets] if plan.joint == "pack" else [buffer], threads)
 
@@ -268,7 +263,8 @@ class PackedCommunicator(OrderedCommunicator):
         threads: int,
     ) -> None:
         """Copies the parts that stay on this rank; with a wire dtype from the send buffer, rounded alike."""
-        assert plan.keep is not None, "a plan that keeps something has a table for it"
+        if plan.keep is None:
+            return
         self._recorder.step(record.entry, KEEP)
         self._launch(plan.keep.run, sources if plan.casting is None else [buffer], targets, threads)
 
@@ -283,7 +279,8 @@ class PackedCommunicator(OrderedCommunicator):
     ) -> None:
         """Copies received parts to the targets, and reduces; `buffers` are of received, packed and widened bytes."""
         staging, buffer, widened = buffers
-        self._recorder.step(record.entry, UNPACK)
+        if plan.unpack is not None or plan.reduces:
+            self._recorder.step(record.entry, UNPACK)
         if plan.unpack is not None:
             self._launch(
                 plan.unpack.run, [staging, *sources] if plan.joint == "unpack" else [staging], targets, threads
