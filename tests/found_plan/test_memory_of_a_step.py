@@ -2,7 +2,10 @@
 
 import ctypes
 import gc
+import os
+import pickle
 import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -105,6 +108,18 @@ def count_all_threads(send: Any, jobs: list[tuple[Callable[[], nn.Module], str]]
     return [most_of_all_threads(make, FoundPlan.from_json(text)) for make, text in jobs]
 
 
+# Ranks are forked from a server, which a process that has started ranks before has without the library.
+_COUNTING = """
+import pickle, sys
+from pathlib import Path
+from tests.found_plan.test_memory_of_a_step import RANKS, count_all_threads
+from tritondt.cli.launch import run_on_ranks
+jobs = pickle.loads(Path(sys.argv[1]).read_bytes())
+found, *_ = run_on_ranks(RANKS, count_all_threads, jobs, on_message=print)
+print(*found)
+"""
+
+
 def most_of_all_threads(make: Callable[[], nn.Module], plan: FoundPlan) -> int:
     counted: Any = ctypes.CDLL(None)
     counted.counted_bytes.restype = counted.most_counted_bytes.restype = ctypes.c_long
@@ -122,7 +137,7 @@ def most_of_all_threads(make: Callable[[], nn.Module], plan: FoundPlan) -> int:
 
 
 @pytest.mark.extended
-def test_memory_of_a_step_with_a_data_axis(tmp_path, monkeypatch):
+def test_memory_of_a_step_with_a_data_axis(tmp_path):
     library = tmp_path / "counted_memory.so"
     source = Path(__file__).with_name("counted_memory.cpp")
     subprocess.run(["g++", "-O1", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True)
@@ -136,10 +151,14 @@ def test_memory_of_a_step_with_a_data_axis(tmp_path, monkeypatch):
     jobs.append(find_plan(seeded(make), {"dp": 4}, inputs_of(gpt), memory_bytes=bound))
     assert jobs[-1].recomputed
     assert {plan.laid_out.sharded for plan in jobs} == {("model.blocks.*",), ()}
-    monkeypatch.setenv("LD_PRELOAD", str(library))
-    texts = [(make, plan.to_json()) for plan in jobs]
-    found, *_ = run_on_ranks(RANKS, count_all_threads, texts, on_message=print)
-    assert isinstance(found, list)
+    texts = tmp_path / "jobs"
+    texts.write_bytes(pickle.dumps([(make, plan.to_json()) for plan in jobs]))
+    variables = {**os.environ, "LD_PRELOAD": str(library)}
+    ran = subprocess.run(
+        [sys.executable, "-c", _COUNTING, str(texts)], env=variables, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = map(int, ran.stdout.split())
     for plan, counted in zip(jobs, found, strict=True):
         # The library sees what is no tensor as well: some 26,000 bytes of a step over the tensor axis.
         assert 0.95 * counted < plan.step.memory.most < 1.02 * counted, (str(plan.mesh), plan.step.memory, counted)
