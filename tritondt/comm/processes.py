@@ -4,7 +4,7 @@ import os
 import select
 import socket
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def _boot_id() -> str:
 
 
 # Once, while there are descriptors: a process that has none left still looks whether those it waits for have ended.
-@cache
+@lru_cache(maxsize=8)
 def _content(path: Path) -> str:
     return path.read_text().strip() if path.exists() else ""
 
