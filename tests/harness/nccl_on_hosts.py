@@ -3,7 +3,7 @@
     with ranks_on_hosts((3, 5)) as ranks:
         ranks.run(body)              # body(rank): sent.far_bytes is what this rank has sent to other hosts
 
-What goes inside a host and what goes between two is carried alike by the double: bytes are shown, and no speeds.
+The double carries messages inside a host and between two alike: bytes are shown, and no speeds.
 """
 
 import os
@@ -22,7 +22,7 @@ from tritondt.comm.transports.nccl import NcclCommunicator
 
 
 class Sent:
-    """What this rank has given to NCCL since it was last cleared, where an exchange goes part by part: at first."""
+    """Bytes that this rank has given to NCCL since it was last cleared, where an exchange goes part by part: at first."""
 
     def __init__(self) -> None:
         self.near_bytes = self.far_bytes = 0

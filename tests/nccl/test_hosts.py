@@ -27,7 +27,7 @@ ACROSS = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class Moved(NamedTuple):
-    """What a rank got and sent, and what explain had said."""
+    """A rank's result and sent bytes, and the bytes that explain had said."""
 
     digest: str
     near_bytes: int

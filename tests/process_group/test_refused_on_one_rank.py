@@ -129,7 +129,7 @@ def test_over_gloo_the_others_hear_of_it(ranks_of: RanksOf, name: str, how: str)
 
 
 def all_refuse(rank: int) -> float:
-    """What all ranks refuse alike Gloo has not counted on any: they go on."""
+    """Gloo has counted no call that all ranks refuse alike: they go on."""
     for _ in range(3):
         with pytest.raises(T.LocalTensorError, match="quint8"):
             dist.all_reduce(quantised())

@@ -17,7 +17,7 @@ OWN_TO_A_CARRIER = re.compile(r"; allowed is [a-z, ]+")
 
 
 def answer(call: Callable[..., list[Any]], *arguments: Any) -> Answer:
-    """What a call gives, as values, or the kind and text of its error."""
+    """The result of a call, as values, or the kind and text of its error."""
     try:
         return call(*arguments)
     except (RuntimeError, ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""What a recording and the flight record have of exchanges: their steps, and messages that both sides name alike."""
+"""A recording and the flight record have the steps of exchanges, and messages that both sides name alike."""
 
 from functools import partial
 from typing import Any, NamedTuple
