@@ -22,7 +22,7 @@ from tritondt.comm.transports.nccl import NcclCommunicator
 
 
 class Sent:
-    """Bytes that this rank has given to NCCL since it was last cleared, where an exchange goes part by part: at first."""
+    """Bytes given to NCCL since it was last cleared, where an exchange goes part by part: at first."""
 
     def __init__(self) -> None:
         self.near_bytes = self.far_bytes = 0
