@@ -200,7 +200,7 @@ ARCHITECTURES = {"NVIDIA H200": 90}
 @pytest.mark.extended
 @pytest.mark.parametrize("device_name", ARCHITECTURES)
 def test_choices_that_were_tuned_for_a_device_spill_nowhere(device_name):
-    """Choices of older kernels may: in blocks of 1024, casts of Triton 3.6 spilled up to 96 bytes within 64 registers."""
+    """Choices of older kernels may: in blocks of 1024, casts spilled up to 96 bytes within 64 registers."""
     recorded = json.loads(PATH.read_text())
     assert set(recorded) == {DEFAULT, *ARCHITECTURES}
     tuned = {(name, entry["width"]) for name, entries in recorded[device_name].items() for entry in entries}
