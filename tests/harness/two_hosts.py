@@ -63,7 +63,7 @@ done
 on() {  # PID COMMAND..., on the host of that process
     where=$1
     shift
-    if test $where = $$; then "$@"; else nsenter --target $where --net --mount --uts "$@"; fi
+    if test $where = $$; then "$@"; else nsenter --target $where --wd --net --mount --uts "$@"; fi
 }
 second=${pids#* } second=${second%% *}
 if test -n "$joining"; then

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tritondt as T
 from tests.harness.work import num_calls
@@ -22,6 +23,8 @@ from tritondt.redistribution import compile as compiling
 from tritondt.redistribution.compile import hosts_of
 
 X = torch.arange(24.0).view(4, 6)
+# Functions that recordings stand in for, of each kind: static, ours, torch's.
+RECORDED = ((DTensor, "__torch_dispatch__"), (Router, "run"), (Router, "message"), (dist.Work, "wait"))
 
 
 def program(rank: int) -> None:
@@ -222,3 +225,28 @@ def test_threads_of_communicators_that_have_ended_are_not_taken_for_those_of_now
     recording.end()
     assert [len(recording.record(rank, 2).program_threads) for rank in range(2)] == [1, 1]
     assert len(kept) == 10
+
+
+def test_recordings_of_rank_threads_end_in_any_order():
+    """A recording hears nothing after its end, and the last one to end leaves all functions as they were."""
+    before = {(owner, name): owner.__dict__[name] for owner, name in RECORDED}
+
+    def body(rank: int) -> int:
+        x: Any = distribute(X, T.Mesh((2,)), "S0")
+        recording = Recording()
+        if rank == 0:
+            recording.begin()
+        x.full_tensor()  # both ranks are here
+        if rank == 1:
+            recording.begin()
+        x.full_tensor()
+        if rank == 0:  # the one that began first, whose layers lie under the other's
+            recording.end()
+        x.full_tensor()
+        _ = x * 2
+        x.full_tensor()
+        recording.end()
+        return sum("mul" in span.name for span in recording.record(rank, 2).spans)
+
+    assert run_ranks(2, body) == [0, 1]
+    assert {(owner, name): owner.__dict__[name] for owner, name in RECORDED} == before

@@ -4,12 +4,14 @@ Steps of exchanges are the extension's to note, which does so while `StepTimes` 
 waits are recorded by functions that stand in for those of their classes while a recording is on; nothing is looked up,
 or called, while it is off.
 
-recording = Recording(rank, num_ranks)
+recording = Recording()
 recording.begin()
 ...
-record = recording.end()
+recording.end()
+record = recording.record(rank, num_ranks)
 """
 
+import functools
 import os
 import platform
 import threading
@@ -46,6 +48,48 @@ _eval_frame: Any = torch._C._dynamo.eval_frame
 _SKIP = _eval_frame._FrameAction.SKIP
 
 
+class _Layers:
+    """A function of a class, and what recordings have put over it.
+
+    Rank threads that record each for itself end in any order, so the function is made anew at each beginning and end:
+    restoring what a recording had found would leave another one's layer in place forever, 2 kB a step.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = owner, name
+        self._found, self._below = owner.__dict__[name], getattr(owner, name)
+        self.layers: list[Callable[[Any], Any]] = []  # the innermost first
+
+    def rebuild(self) -> None:
+        function = functools.reduce(lambda below, layer: layer(below), self.layers, self._below)
+        if not self.layers:
+            function = self._found
+        elif isinstance(self._found, staticmethod):
+            function = staticmethod(function)
+        setattr(self._owner, self._name, function)
+
+
+# Of functions that recordings are on for.
+_layers: dict[tuple[Any, str], _Layers] = {}
+_layers_held = threading.Lock()
+
+
+def _put_over(owner: Any, name: str, layer: Callable[[Any], Any]) -> None:
+    with _layers_held:
+        found = _layers.setdefault((owner, name), _Layers(owner, name))
+        found.layers.append(layer)
+        found.rebuild()
+
+
+def _take_away(owner: Any, name: str, layer: Callable[[Any], Any]) -> None:
+    with _layers_held:
+        found = _layers[owner, name]
+        found.layers.remove(layer)
+        found.rebuild()
+        if not found.layers:
+            del _layers[owner, name]
+
+
 class Recording:
     """Recording of this process; where ranks are threads of it, of all of them.
 
@@ -67,13 +111,13 @@ class Recording:
         self._append_to(threads.on_started, self._note_rank)
         self._append_to(compiling.on_compiled, self._keep_plan)
         for tensor_class in (DTensor, copied_view_class(DTensor)):
-            self._replace(tensor_class, "__torch_dispatch__", staticmethod(self._dispatch_of(tensor_class)))
+            self._put_over(tensor_class, "__torch_dispatch__", self._dispatch_of)
         for name in ("run", "message"):
-            self._replace(Router, name, self._collective_of(getattr(Router, name)))
+            self._put_over(Router, name, self._collective_of)
         for work in (c10d.Work, NcclWork):
-            self._replace(work, "wait", self._wait_of(work.wait))
-        self._replace(Work, "wait", self._own_wait_of(Work.wait))
-        self._replace(OrderedCommunicator, "in_order", self._in_order_of(OrderedCommunicator.in_order))
+            self._put_over(work, "wait", self._wait_of)
+        self._put_over(Work, "wait", self._own_wait_of)
+        self._put_over(OrderedCommunicator, "in_order", self._in_order_of)
         steps = StepTimes(MOST_SPANS)
         self._undo.append(lambda: self._take(steps))
         self._undo.append(register_optimizer_step_post_hook(self._after_optimizer).remove)
@@ -131,10 +175,9 @@ class Recording:
         hooks.append(hook)
         self._undo.append(lambda: hooks.remove(hook))
 
-    def _replace(self, owner: Any, name: str, function: Any) -> None:
-        before = owner.__dict__[name]
-        setattr(owner, name, function)
-        self._undo.append(lambda: setattr(owner, name, before))
+    def _put_over(self, owner: Any, name: str, layer: Callable[[Any], Any]) -> None:
+        _put_over(owner, name, layer)
+        self._undo.append(lambda: _take_away(owner, name, layer))
 
     def _adder(self) -> Callable[[str, Any, int], int]:
         """Function that adds a span of the calling thread, until now, and returns its end; bound, for it runs often."""
@@ -161,10 +204,10 @@ class Recording:
         self._dropped += steps.num_dropped
         self._threads.update((found.thread, found.rank) for found in self._exchanges)
 
-    def _dispatch_of(self, tensor_class: Any) -> Callable[..., Any]:
+    def _dispatch_of(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
         """Dispatch of a tensor class, recorded; without a call of its own, for this runs for every operator."""
-        dispatch, spans, now, ident = tensor_class.__torch_dispatch__, self._spans, monotonic_ns, threading.get_ident
-        extend, most = spans.extend, MOST_SPANS * _SPAN_VALUES
+        spans, now, ident, most = self._spans, monotonic_ns, threading.get_ident, MOST_SPANS * _SPAN_VALUES
+        extend = spans.extend
 
         def recorded(op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             started = now()
@@ -248,7 +291,7 @@ class Recording:
         return found
 
 
-# Recordings that are on; one, but for tests of a recording within another.
+# Recordings that are on; several where rank threads record each for itself.
 _active: list[Recording] = []
 
 
