@@ -6,11 +6,11 @@ print(comm)
 """
 
 import json
+import os
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -284,7 +284,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 @checked
-def write_flight_record(path: str | Path) -> None:
+def write_flight_record(path: str | os.PathLike[str]) -> None:
     """Writes the last 2,000 exchanges of this rank, with their states and the lines that asked, to `path` as JSON.
 
     Not a collective call: every rank writes a file of its own. The record is also written when an exchange fails, and
@@ -292,11 +292,11 @@ def write_flight_record(path: str | Path) -> None:
     DIR` reads what all ranks have written. Raises OSError where the folder does not exist, WorldError where there is no
     world.
 
-    >>> import tempfile
+    >>> import pathlib, tempfile
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = run_ranks(2, lambda rank: write_flight_record(f"{folder}/rank-{rank}.json"))
-    ...     print(*sorted(path.name for path in Path(folder).iterdir()))
+    ...     print(*sorted(path.name for path in pathlib.Path(folder).iterdir()))
     rank-0.json rank-1.json
     """
-    world.current().flight.recorder.dump(str(path), "asked")
+    world.current().flight.recorder.dump(os.fspath(path), "asked")

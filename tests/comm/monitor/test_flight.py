@@ -19,6 +19,7 @@ from tritondt.cli.main import main
 from tritondt.comm import world
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.debug import write_flight_record
+from tritondt.errors import ArgumentError
 
 FULL = torch.arange(36.0).reshape(6, 6)
 
@@ -108,6 +109,15 @@ def abort(rank: int) -> None:
 def write_on_demand(rank: int, folder: str, which: int) -> None:
     if rank == which:
         write_flight_record(f"{folder}/rank-{rank}.json")
+
+
+@pytest.mark.parametrize("path", [None, 2.5, [0, 1], T.Mesh])
+def test_a_record_is_written_to_a_path_alone(path, tmp_path, monkeypatch):
+    """`str` makes a text of everything: `None` was the name of a file in the folder of the program."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=r"^write_flight_record got path=.*; allowed is str or PathLike"):
+        run_ranks(1, lambda rank: write_flight_record(path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_timeouts_above_0_only() -> None:
