@@ -4,7 +4,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import MeshError
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import checked, first
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 
 __all__ = ["is_rng_supported_mesh", "manual_seed"]
@@ -22,7 +22,7 @@ def is_rng_supported_mesh(device_mesh: "DeviceMesh | Mesh") -> bool:
     return True
 
 
-@checked
+@first("seed")  # torch rounds a float
 def manual_seed(seed: int, device_mesh: "DeviceMesh | Mesh") -> None:
     """Seeds the generators of this process, from which random operators on `device_mesh` draw.
 

@@ -136,6 +136,15 @@ def test_a_sharder_replaces_its_submodule() -> None:
 
 
 ROWS = chunks(0, 0, 1)
+
+
+def changed(plan: dict[str, Any], output_plan: dict[str, Any]) -> sharded.ShardingPlan:
+    """A plan that got values of other types once it was made."""
+    made = sharded.ShardingPlan({}, {})
+    made.plan, made.output_plan = plan, output_plan
+    return made
+
+
 PLANS = {
     "below a sharder": (
         sharded.ShardingPlan({"0": Frozen(), "0.weight": ROWS}),
@@ -148,12 +157,12 @@ PLANS = {
         "a Sharder replaces a submodule, and '' is the module",
     ),
     "neither": (
-        sharded.ShardingPlan({"0.weight": "rows"}),  # type: ignore[dict-item]
+        changed({"0.weight": "rows"}, {}),
         TypeError,
         "gives '0.weight' a str; allowed are a ShardingSpec and a Sharder",
     ),
     "output": (
-        sharded.ShardingPlan({"0.weight": ROWS}, {"0": Frozen()}),  # type: ignore[dict-item]
+        changed({"0.weight": ROWS}, {"0": Frozen()}),
         TypeError,
         "output_plan gives '0' a Frozen; allowed is a ShardingSpec",
     ),

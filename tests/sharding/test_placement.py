@@ -85,7 +85,7 @@ def test_questions_about_kind() -> None:
 
 
 def test_sizes_may_be_any_sequence() -> None:
-    assert T.Shard(0, sizes=[1, 2]) == T.Shard(0, sizes=(1, 2))  # type: ignore[arg-type]
+    assert T.Shard(0, sizes=[1, 2]) == T.Shard(0, sizes=(1, 2))
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def ones(
 
 @checked
 def full(
-    size: Sequence[int],
+    size: int | Sequence[int],
     fill_value: float | int | bool | complex,
     *,
     dtype: torch.dtype | None = None,

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, LocalTensorError, MeshError, check_not_of_torch
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import first
 from tritondt.ops.rules.view_layouts import shard_of_sizes
 from tritondt.redistribution.agreement import lengths_on_all
 from tritondt.redistribution.refusals import refusing_comparison
@@ -23,7 +23,7 @@ from tritondt.sharding.strides import dense_strides
 Placements = Sequence[Placement] | None
 
 
-@checked
+@first("func", "out_placements", "in_placements", "in_grad_placements", "device_mesh")  # kept until a call
 def local_map(
     func: Callable[..., Any] | None = None,
     out_placements: Placements | tuple[Placements, ...] = None,

@@ -15,7 +15,7 @@ from tritondt.dtensor.tensor import DTensor
 from tritondt.dtensor.views.copied_views import refresh
 from tritondt.dtensor.writes import held_local
 from tritondt.errors import LayoutError, MixedTensorsError, check_not_of_torch
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import first
 from tritondt.redistribution.autograd import gradient_spec
 from tritondt.redistribution.many import redistribute_locals, redistribute_locals_async
 from tritondt.sharding.mesh import Mesh, canonical_mesh
@@ -25,7 +25,7 @@ from tritondt.sharding.spec import DTensorSpec, target_spec
 Move = tuple[DTensor, Sequence[Placement]] | tuple[DTensor, "DeviceMesh | Mesh", Sequence[Placement]]
 
 
-@checked
+@first("bucket_bytes")
 def redistribute_many(
     moves: Sequence[Move], *, bucket_bytes: int | None = None, async_op: bool = False
 ) -> list[DTensor]:

@@ -1,6 +1,6 @@
 """fully_shard: parameters, gradients and optimizer states sharded over a data axis, gathered where a module runs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, TypeVar, overload
 
 import torch
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import FullyShardError, check_not_of_torch
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import first
 from tritondt.fsdp.group import ParameterGroup
 from tritondt.fsdp.meshes import DataMesh, data_mesh
 from tritondt.fsdp.module import FSDPModule, sharded_class, state_of
@@ -32,7 +32,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 def fully_shard(module: AnyModule, **options: Any) -> AnyModule: ...
 @overload
 def fully_shard(module: list[nn.Module], **options: Any) -> list[nn.Module]: ...
-@checked  # type: ignore[misc]
+@first("ignored_params")  # type: ignore[misc]
 def fully_shard(
     module: Any,
     *,
@@ -41,7 +41,7 @@ def fully_shard(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = _DEFAULT_POLICY,
     offload_policy: OffloadPolicy | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
     """Shards the parameters of a module, or list of modules, over the data axis `mesh`, in place, and returns it.
@@ -168,7 +168,7 @@ def _parameters(
     managed: Sequence[nn.Module],
     children: Sequence[ShardedState],
     data: DataMesh,
-    ignored: set[nn.Parameter],
+    ignored: Set[nn.Parameter],
     placement_of: ShardPlacement | None,
 ) -> list[ShardedParameter]:
     """Parameters of the modules, a shared one once; refused before any of them is changed."""

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from tritondt.errors import ArgumentError, CheckpointError
-from tritondt.errors.arguments import checked_class
+from tritondt.errors.arguments import checked_class, first
 from tritondt.interop import manifest, saves
 from tritondt.interop.checkpoint_plans import WholeLoadPlanner
 from tritondt.interop.together import Together
@@ -44,6 +44,7 @@ class CheckpointFolder:
     torch.distributed is not initialised.
     """
 
+    @first("path", "keep", "process_group")
     def __init__(
         self, path: str | Path, *, keep: int | None = None, process_group: dist.ProcessGroup | None = None
     ) -> None:

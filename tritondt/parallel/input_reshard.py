@@ -9,14 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import first
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Replicate, Shard
 
 _STATE = "_tritondt_input_reshard"
 
 
-@checked
+@first("input_reshard_dim")  # it is used in the first forward
 def input_reshard(
     module: nn.Module, tp_device_mesh: "DeviceMesh | Mesh", input_reshard_dim: int | None = None
 ) -> nn.Module:

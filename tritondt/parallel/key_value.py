@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from tritondt.errors import ParallelizeError
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import first
 from tritondt.parallel.boundary import InputPlan, activation_spec
 from tritondt.parallel.feature_cut import FeatureCut, members_of_group
 from tritondt.parallel.linear import ColumnLinear
@@ -40,7 +40,7 @@ class KeyValueParallel(WeightStyle):
     True
     """
 
-    @checked
+    @first("unit")  # it is used with a module
     def __init__(self, *, unit: int, input_layouts: Placement | None = None) -> None:
         self.unit = unit
         self.input_layouts = checked_layout(input_layouts, "input_layouts") or Replicate()

@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from tritondt import events, logs
 from tritondt.comm.monitor.call_site import calling_line
 from tritondt.errors import ImplicitRedistributionError, ImplicitRedistributionWarning, PropagationError
+from tritondt.errors.arguments import checked
 from tritondt.redistribution.compile import received_bytes
 from tritondt.redistribution.run import redistribute_local
 from tritondt.sharding.placement import placements_code, placements_text
@@ -77,6 +78,7 @@ def _log(op: OpOverload, source: DTensorSpec, target: DTensorSpec) -> None:
     )
 
 
+@checked
 @contextmanager
 def explicit_redistribution(
     enable: bool = True, strict: bool = False, mode: Literal["raise", "warn"] = "raise"

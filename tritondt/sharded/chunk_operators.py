@@ -1,6 +1,6 @@
 """linear, embedding and embedding_bag with a weight in chunks of one dim, on rows that every rank gives as its own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def linear(types: Any, args: Any, kwargs: Any, process_group: Any) -> ShardedTen
     return made
 
 
-def _num_rows(x: DTensor) -> tuple[int, ...] | None:
+def _num_rows(x: DTensor) -> Sequence[int] | None:
     """Rows of each rank where these are what is cut."""
     (placement,) = x.placements
     return placement.sizes if isinstance(placement, Shard) and placement.dim == 0 else None

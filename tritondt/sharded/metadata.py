@@ -7,7 +7,7 @@ import torch
 from torch.distributed import _remote_device as RemoteDevice
 
 from tritondt.errors import LayoutError
-from tritondt.errors.arguments import checked, checked_class
+from tritondt.errors.arguments import check_types, checked, checked_class
 from tritondt.sharding.intervals import Box
 from tritondt.sharding.spec import check_not_quantised
 
@@ -104,6 +104,7 @@ class TensorProperties:
     pin_memory: bool = False
 
     def __post_init__(self) -> None:
+        check_types(type(self).__init__, **vars(self))
         check_not_quantised("a sharded tensor", self.dtype)
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -134,6 +135,10 @@ class ShardedTensorMetadata:
     shards_metadata: list[ShardMetadata] = field(default_factory=list)
     size: torch.Size = field(default_factory=torch.Size)
     tensor_properties: TensorProperties = field(default_factory=TensorProperties)
+
+    def __post_init__(self) -> None:
+        given = {"shards_metadata": self.shards_metadata, "tensor_properties": self.tensor_properties}
+        check_types(type(self).__init__, **given)
 
     def copy(self) -> "ShardedTensorMetadata":
         """The same values, in lists of their own."""

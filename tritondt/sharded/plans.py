@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tritondt.errors.arguments import checked_class
+from tritondt.errors.arguments import check_types, checked_class
 from tritondt.sharded.specs import ShardingSpec
 
 
@@ -42,6 +42,9 @@ class ShardingPlan:
     plan: dict[str, "ShardingSpec | Sharder"]
     output_plan: dict[str, ShardingSpec] | None = None
     return_local_tensor: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_types(type(self).__init__, **vars(self))  # shard_module uses them, later
 
 
 class ShardingPlanner(ABC):

@@ -8,20 +8,20 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 
 from tritondt.errors import ArgumentError, PropagationError
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import first
 from tritondt.sharded.specs import ShardingSpec
 from tritondt.sharded.tensor import ShardedTensor
 
 # (types, args, kwargs, process_group), as __torch_function__ has them, with the group of the first sharded tensor.
 Implementation = Callable[[Any, Any, Any, Any], Any]
 # Functions of torch have no common type.
-Function = Any
+Function = Callable[..., Any]
 
 _of_all: dict[Function, Implementation] = {}
 _of_specs: dict[tuple[type[ShardingSpec], Function], Implementation] = {}
 
 
-@checked
+@first("func")
 def custom_sharded_op_impl(func: Function) -> Callable[[Implementation], Implementation]:
     """Decorator that registers a function `(types, args, kwargs, process_group)` for calls of `func` on sharded
     tensors; it replaces the package's own.
@@ -41,7 +41,7 @@ def custom_sharded_op_impl(func: Function) -> Callable[[Implementation], Impleme
     return lambda function: _register(_of_all, func, func, function)
 
 
-@checked
+@first("sharding_spec_class", "func")
 def custom_sharding_spec_op(
     sharding_spec_class: type[ShardingSpec], func: Function
 ) -> Callable[[Implementation], Implementation]:

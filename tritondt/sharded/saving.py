@@ -9,6 +9,7 @@ import torch
 
 from tritondt import identity
 from tritondt.errors import WorldError
+from tritondt.errors.arguments import first
 from tritondt.sharded.groups import Group, ranks_of
 from tritondt.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from tritondt.sharded.specs import ChunkShardingSpec, EnumerableShardingSpec
@@ -33,6 +34,7 @@ class GroupState(NamedTuple):
     global_world_size: int
 
 
+@first("process_group")
 @contextmanager
 def load_with_process_group(process_group: Group) -> Iterator[Group]:
     """Context in which sharded tensors are loaded for a process group, or a mesh, instead of for the world.

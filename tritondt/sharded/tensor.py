@@ -48,7 +48,7 @@ class ShardedTensor(torch.Tensor):
     _boxes: Boxes
     _init_rrefs = False
     # Of the result of a linear layer on rows of all ranks: how many of them each rank gave.
-    _num_rows: tuple[int, ...] | None = None
+    _num_rows: Sequence[int] | None = None
 
     @staticmethod
     def __new__(

@@ -6,7 +6,7 @@ answered by arithmetic on piece bounds, or by bisection where the sizes are give
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -66,7 +66,7 @@ class ChunkCut(Cut):
     parts: int
     length: int
     unit: int = 1
-    sizes: tuple[int, ...] | None = None
+    sizes: Sequence[int] | None = None
     repeats: int = 1
     _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
 

@@ -6,6 +6,7 @@ either; a `Mesh` can, and equal meshes are one object.
 
 import os
 import threading
+import types
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -18,12 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh as _torch_init_device
 
 from tritondt import identity
 from tritondt.errors import MeshError
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import check_types, checked
 from tritondt.identity import Identity
 from tritondt.sharding.coordinates import coordinate_at, ranks_text
 
 _interned: "WeakValueDictionary[object, Mesh]" = WeakValueDictionary()
 _interning = threading.Lock()
+# The attribute of torch's meshes that has their canonical form, and those that have one, by id: equal ones are several.
+_CANONICAL = "_tritondt_mesh"
+_converted: "WeakValueDictionary[int, DeviceMesh]" = WeakValueDictionary()
 os.register_at_fork(before=_interning.acquire, after_in_parent=_interning.release, after_in_child=_interning.release)
 
 
@@ -64,6 +68,8 @@ class Mesh:
         device_type: str = "cpu",
     ) -> "Mesh":
         """Interned mesh of the given values in the calling thread's world."""
+        if type(names) not in (tuple, types.NoneType) or type(device_type) is not str:
+            check_types(cls.__new__, names=names, device_type=device_type)
         who = identity.current()
         shape, names = tuple(shape), None if names is None else tuple(names)
         ranks = tuple(range(prod(shape))) if ranks is None else tuple(ranks)
@@ -109,6 +115,8 @@ def _check(shape: tuple[int, ...], names: tuple[str, ...] | None, ranks: tuple[i
         raise MeshError(f"a mesh needs one or more axes of size 1 or more, got shape {shape}")
     if prod(shape) != len(ranks) or len(set(ranks)) != len(ranks):
         raise MeshError(f"a mesh of shape {shape} takes {prod(shape)} different ranks, got {ranks_text(ranks)}")
+    if names is not None and not all(isinstance(name, str) for name in names):
+        raise MeshError(f"a mesh takes names of axes, each a str, got {names}")
     if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
         raise MeshError(f"a mesh of shape {shape} takes {len(shape)} different names, got {names}")
     if min(ranks) < 0 or max(ranks) >= world_size:
@@ -135,7 +143,7 @@ def canonical_mesh(mesh: "Mesh | DeviceMesh") -> Mesh:
         # Torch's meshes are opaque in a graph. Raising breaks the graph here, and the call runs outside it.
         raise MeshError(f"within a graph of torch.compile a mesh is a tritondt Mesh, got a {type(mesh).__name__}")
     who = identity.current()
-    known: tuple[Identity, Mesh] | None = mesh.__dict__.get("_tritondt_mesh")
+    known: tuple[Identity, Mesh] | None = mesh.__dict__.get(_CANONICAL)
     if known is not None and (known[0] is who or known[0] == who):
         return known[1]
     found = Mesh(
@@ -145,8 +153,19 @@ def canonical_mesh(mesh: "Mesh | DeviceMesh") -> Mesh:
         device_type=mesh.device_type,
     )
     found.device_mesh = found.device_mesh or mesh
-    mesh.__dict__["_tritondt_mesh"] = who, found
+    mesh.__dict__[_CANONICAL] = who, found
+    _converted[id(mesh)] = mesh
     return found
+
+
+def _forget_canonical() -> None:
+    """Takes the canonical forms away from torch's meshes: each has the other, and torch's the groups of its world."""
+    for mesh in tuple(_converted.values()):
+        mesh.__dict__.pop(_CANONICAL, None)
+    _converted.clear()
+
+
+identity.on_end(_forget_canonical)
 
 
 def mesh_or_current(mesh: "DeviceMesh | Mesh | None") -> "DeviceMesh | Mesh":

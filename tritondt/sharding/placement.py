@@ -101,7 +101,7 @@ class Shard(Placement):
 
     dim: int
     unit: int = 1
-    sizes: tuple[int, ...] | None = None
+    sizes: Sequence[int] | None = None
     repeats: int = 1
     block: int | None = None
 

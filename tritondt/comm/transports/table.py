@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tritondt import environment
 from tritondt.comm.transports.interfaces import asked_interface
 from tritondt.errors import TransportError, WorldError
-from tritondt.errors.arguments import checked, checked_class
+from tritondt.errors.arguments import check_types, checked, checked_class
 from tritondt.kernels.device_types import ByDeviceType
 from tritondt.planning import prices
 from tritondt.planning.cost import CostTable
@@ -65,6 +65,7 @@ class Transport:
     knows_hosts: bool = False
 
     def __post_init__(self) -> None:
+        check_types(type(self).__init__, **vars(self))
         if not self.name or any(each in self.name for each in ":, "):
             raise WorldError(
                 f"a transport got the name {self.name!r}; allowed is a word without colons, commas and spaces"

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import first
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import (
     AxisStrategy,
@@ -41,7 +41,7 @@ def strategy_of(
 Sharding = tuple[Sequence[Placement | None], Sequence[Any]]
 
 
-@checked
+@first("op")
 def register_sharding(
     op: OpOverload | list[OpOverload],
 ) -> Callable[[Callable[..., Sequence[Sharding]]], Callable[..., Sequence[Sharding]]]:

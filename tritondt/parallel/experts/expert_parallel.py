@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import first
 from tritondt.parallel.boundary import InputPlan, activation_spec
 from tritondt.parallel.experts.shared_expert import beside_of
 from tritondt.parallel.experts.token_dispatch import DispatchedTokens, token_combine, token_dispatch
@@ -56,7 +56,7 @@ class ExpertParallel(WeightStyle):
     [(2, [2.0, 3.0, 5.0, 5.0]), (1, [3.0, 3.0, 3.0, 3.0])]
     """
 
-    @checked
+    @first("sizes")
     def __init__(self, *, sizes: Sequence[int] | None = None) -> None:
         self.sizes = None if sizes is None else tuple(sizes)
 

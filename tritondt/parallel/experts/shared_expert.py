@@ -8,7 +8,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import ParallelizeError
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import first
 from tritondt.parallel.local_run import run_of
 from tritondt.parallel.style import ParallelStyle
 from tritondt.sharding.mesh import Mesh
@@ -98,7 +98,7 @@ class SharedExpertOverlap(ParallelStyle):
     [[3.0, 4.0, 4.0], [3.0, 4.0, 4.0]]
     """
 
-    @checked
+    @first("experts", "shared")
     def __init__(self, experts: str, shared: str) -> None:
         self.experts, self.shared = experts, shared
 
