@@ -11,9 +11,10 @@ from torch import nn
 
 import tritondt as T
 from tests.ops.sharded import distribute
-from tritondt import debug, environment
+from tritondt import debug, environment, events
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.debug import CommDebugMode, sharding_html, sharding_text, visualize_sharding
+from tritondt.errors import ArgumentError
 from tritondt.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tritondt.sharding.placement import parse_placements
 
@@ -31,6 +32,39 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+def test_a_mode_that_is_on_is_not_entered_again() -> None:
+    """Its subscription would have been lost, and counted every step until the end of the process."""
+
+    def body(rank: int) -> int:
+        x = T.ones(4, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)])
+        with CommDebugMode() as comm:
+            with pytest.raises(ArgumentError, match="a CommDebugMode was entered that is on already; make one"), comm:
+                pass
+            x.full_tensor()
+        x.full_tensor()
+        return comm.get_total_counts()
+
+    assert run_ranks(2, body) == [1, 1]
+    assert not events.subscribers
+
+
+def test_one_mode_of_two_rank_threads_is_refused_for_one_of_them() -> None:
+    comm = CommDebugMode()
+
+    def body(rank: int) -> str:
+        x = T.ones(4, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)])
+        try:
+            with comm:
+                x.full_tensor()  # waits for the other rank
+        except ArgumentError:
+            x.full_tensor()
+            return "refused"
+        return "counted"
+
+    assert sorted(run_ranks(2, body)) == ["counted", "refused"]
+    assert not events.subscribers
 
 
 def parallel_model(mesh: T.Mesh) -> nn.Module:

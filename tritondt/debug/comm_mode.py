@@ -23,6 +23,7 @@ from tritondt.comm import world
 from tritondt.debug.functional_counts import CommCounts
 from tritondt.dtensor.tensor import DTensor
 from tritondt.dtensor.wiring import dispatcher
+from tritondt.errors import ArgumentError
 from tritondt.errors.arguments import checked
 from tritondt.events import ImplicitRedistribution, StepRan
 from tritondt.planning.explain import html_table
@@ -73,7 +74,8 @@ class CommDebugMode:
     A kind is written as "(S1) -> (R)"; steps without messages do not count. Redistributions of a backward pass count
     for "backward", those without a module for "outside modules", and explicit ones for the operator "redistribute".
     Counts are this rank's alone: messages, and bytes sent and received. str() is a table. Not a collective call;
-    entering the mode again starts from zero. Source: torch.distributed.tensor.debug.CommDebugMode.
+    entering the mode again starts from zero. Raises ArgumentError where it is entered already, here or by another rank
+    that is a thread. Source: torch.distributed.tensor.debug.CommDebugMode.
 
     >>> import torch
     >>> import tritondt as T
@@ -108,6 +110,11 @@ class CommDebugMode:
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __enter__(self) -> "CommDebugMode":
+        if self._ends:  # what it counts, and for which rank, is one
+            raise ArgumentError(
+                "a CommDebugMode was entered that is on already; make one of its own for each block and each rank: "
+                "with CommDebugMode() as comm"
+            )
         self._reset()
         # Thread ranks share the process, and with it the events and the hooks of all modules.
         self._rank = _rank()

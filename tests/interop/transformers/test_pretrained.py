@@ -332,3 +332,25 @@ def test_a_plain_model_and_one_on_two_meshes_are_refused(tmp_path):
 
     run_ranks(2, body)
     assert not list(tmp_path.iterdir())
+
+
+def test_modules_of_other_threads_keep_their_memory_and_contexts_end_in_any_order() -> None:
+    """nn.Module had the function of a context that had ended, where two ended in the order of their beginning."""
+    made: dict[str, str] = {}
+
+    def elsewhere() -> None:
+        made["another thread's"] = torch.nn.Linear(1, 1).weight.device.type
+
+    before = torch.nn.Module.register_parameter
+    first, second = loading._parameters_on_meta(), loading._parameters_on_meta()
+    first.__enter__()
+    second.__enter__()
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    first.__exit__(None, None, None)
+    made["within"] = torch.nn.Linear(1, 1).weight.device.type
+    second.__exit__(None, None, None)
+    made["after"] = torch.nn.Linear(1, 1).weight.device.type
+    assert made == {"another thread's": "cpu", "within": "meta", "after": "cpu"}
+    assert torch.nn.Module.register_parameter is before

@@ -26,7 +26,7 @@ class Attention(nn.Module):
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        self.head_dim, self.attention_dropout = HEAD_DIM, p
+        self.head_dim, self.attention_dropout, self.fails = HEAD_DIM, p, False
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(HIDDEN, HEADS * HEAD_DIM) for _ in range(3))
         self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN)
 
@@ -34,6 +34,8 @@ class Attention(nn.Module):
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (each(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for each in projections)
         p = self.attention_dropout if self.training else 0.0
+        if self.fails:
+            raise OverflowError("between the projections")
         attended = scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2)
         return dropout(self.o_proj(attended), 0.5, self.training)
 
@@ -62,6 +64,16 @@ def outputs_of(rank: int, p: float) -> tuple[list[torch.Tensor], torch.Tensor, t
         return found, state, layer.eval()(x)
 
 
+def drawn_after_a_failure(rank: int) -> torch.Tensor:
+    """Numbers that a rank draws once its attention has raised between the projections."""
+    torch.manual_seed(5)
+    layer: Any = parallelize(Layer(0.5), T.Mesh((3,)), NAMES)
+    layer.attention.fails = True
+    with pytest.raises(OverflowError):
+        layer(torch.ones(2, 5, HIDDEN))
+    return torch.rand(3)
+
+
 @pytest.fixture(scope="module")
 def three_ranks() -> Iterator[GlooRanks]:
     with GlooRanks(3) as ranks:
@@ -80,3 +92,8 @@ def test_ranks_of_different_heads_drop_alike_what_all_of_them_have(p, three_rank
     if p:
         kept = (first != 0) & (second != 0)
         assert not torch.equal(first[kept], second[kept]), "heads were dropped, too"
+
+
+def test_ranks_whose_attention_raised_draw_alike_again(three_ranks):
+    first, second, third = three_ranks.run(drawn_after_a_failure)
+    torch.testing.assert_close([second, third], [first, first], rtol=0, atol=0)

@@ -54,6 +54,14 @@ def body(rank):
 
 run_ranks(2, body)
 assert "torch._dynamo" not in sys.modules and "torch._inductor" not in sys.modules
+
+# What kept it out ends once somebody imports it.
+sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Refused)]
+from tritondt.ops.propagation.meta_kernels import _kept_from_traces
+functions = _kept_from_traces()
+assert functions and all(function.__dict__.get("__dynamo_disable") is function for function in functions)
+import torch._dynamo
+assert not any(function.__dict__.get("__dynamo_disable") is function for function in functions)
 """
 
 

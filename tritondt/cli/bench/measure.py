@@ -154,8 +154,10 @@ def _quiet_torch() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
-    logger.setLevel(level)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
 
 
 def _measure(case: Case, mesh: DeviceMesh | T.Mesh, request: Request, peak_bytes_per_s: float | None) -> Measured:

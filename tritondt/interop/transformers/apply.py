@@ -67,7 +67,7 @@ def _separate_streams(entries: list[Entry], attentions: Mapping[str, AnyAttentio
             own = {id(module) for module, _ in attention.input_styles()}
             inputs = [entry.outer for entry in entries if id(entry.module) in own]
             outputs = [entry.outer for entry in entries if _projects(entry, attention, attentions)]
-            OwnStream(place, mesh.device_type).between(inputs, outputs)
+            OwnStream(place, mesh.device_type).between(inputs, outputs, attention.module)
     for entry in entries:
         if entry.wrapper is not None and entry.style.startswith("rowwise"):
             dropouts: Any = entry.wrapper.lora_dropout

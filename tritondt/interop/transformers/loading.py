@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import CheckpointError
@@ -93,17 +95,20 @@ def _parameters_on_meta() -> Iterator[None]:
     """Context in which modules that are made get parameters without memory, each as soon as it is registered.
 
     Buffers keep their values: many are no part of a checkpoint, and a model under torch.device("meta") has lost them.
+    Modules that other threads make meanwhile are theirs.
     """
-    register = nn.Module.register_parameter
+    caller = threading.get_ident()
 
-    def without_memory(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(module, name, None if param is None else nn.Parameter(param.to("meta"), param.requires_grad))
+    def without_memory(_module: nn.Module, _name: str, param: nn.Parameter) -> nn.Parameter | None:
+        if threading.get_ident() != caller:  # the hook is one of the process
+            return None
+        return nn.Parameter(param.to("meta"), param.requires_grad)
 
-    nn.Module.register_parameter = without_memory  # type: ignore[assignment,method-assign]
+    hook = register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type]  # says None
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        hook.remove()
 
 
 def _checked(model: Any, source: Path) -> _Places:

@@ -41,8 +41,12 @@ class OwnStream:
             self._source.set_rng_state(self.shared)
             self.shared = None
 
-    def between(self, inputs: Iterable[nn.Module], outputs: Iterable[nn.Module]) -> None:
-        """Has a rank draw from its own stream behind the forward of `inputs` and before that of `outputs`."""
+    def between(self, inputs: Iterable[nn.Module], outputs: Iterable[nn.Module], whole: nn.Module) -> None:
+        """Has a rank draw from its own stream behind the forward of `inputs` and before that of `outputs`.
+
+        All are in `whole`, which may raise between the two: programs that go on then draw in the shared stream again.
+        """
+        whole.register_forward_hook(self.leave, always_call=True)
         for module in inputs:
             module.register_forward_pre_hook(self.leave)
             module.register_forward_hook(self.enter)

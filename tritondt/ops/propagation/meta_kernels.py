@@ -9,11 +9,10 @@ one device is said here.
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from inspect import isfunction, unwrap
 from itertools import chain
-from types import CellType, CodeType
+from types import CellType, CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch._library.simple_registry import singleton as registered_fakes
 from torch._ops import OpOverload
 from torch._subclasses.fake_impls import has_meta, op_implementations_checks
 
+from tritondt._importing import when_imported
 from tritondt.ops.propagation.elementwise import is_pointwise
 
 aten = torch.ops.aten
@@ -82,21 +82,25 @@ def is_elementwise(op: OpOverload) -> bool:
     return one and arguments.isdisjoint(("out", "memory_format", "layout", "device", "generator"))
 
 
-@contextmanager
-def without_compiler() -> Iterator[None]:
-    """Lets torch's operators in Python run as they are, within, without an import of the compiler.
+@lru_cache(maxsize=1)
+def leave_compiler_out() -> None:
+    """Lets torch's operators in Python run as they are, without an import of the compiler, until somebody imports it.
 
     Operators with type promotion are kept from being traced (`torch._disable_dynamo`), for which their first call
-    imports the compiler; they look for the outcome in the attribute `__dynamo_disable` first.
+    imports the compiler; they look for the outcome in the attribute `__dynamo_disable` first. It is taken away once
+    there is a compiler, and not after each call: threads that call side by side would take away each other's.
     """
-    functions = () if "torch._dynamo" in sys.modules else _kept_from_traces()
-    for function in functions:
+    if "torch._dynamo" in sys.modules:
+        return
+    for function in _kept_from_traces():
         function.__dict__[_OUTCOME] = function
-    try:
-        yield
-    finally:
-        for function in functions:
-            function.__dict__.pop(_OUTCOME, None)
+    when_imported("torch._dynamo", _bring_compiler_in)
+
+
+def _bring_compiler_in(_: ModuleType) -> None:
+    for function in _kept_from_traces():
+        if function.__dict__.get(_OUTCOME) is function:
+            del function.__dict__[_OUTCOME]
 
 
 @lru_cache(maxsize=1)

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.elementwise_strides import elementwise_strides
-from tritondt.ops.propagation.meta_kernels import is_elementwise, runs_on_meta, without_compiler
+from tritondt.ops.propagation.meta_kernels import is_elementwise, leave_compiler_out, runs_on_meta
 from tritondt.ops.propagation.schema import OpSchema
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
@@ -253,7 +253,8 @@ def _run_on_meta(schema: OpSchema) -> Any:
     Any other error of the operator is one that it would raise on one device.
     """
     args, kwargs = _stand_in(schema.args_schema, _on_meta), _stand_in(schema.kwargs_schema, _on_meta)
-    with torch.inference_mode(False), torch.no_grad(), without_compiler():
+    leave_compiler_out()
+    with torch.inference_mode(False), torch.no_grad():
         try:
             return schema.op(*args, **kwargs)
         except NotImplementedError:
