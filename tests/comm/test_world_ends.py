@@ -27,11 +27,16 @@ from tritondt.sharding.spec import DTensorSpec
 NUM_RANKS = 2
 
 
-class Held(NamedTuple):
-    """Descriptors and threads of a process, and objects of worlds that are alive in it."""
+class Taken(NamedTuple):
+    """Threads and descriptors of a process."""
 
     threads: int
     descriptors: int
+
+
+class Alive(NamedTuple):
+    """Objects of worlds that are alive in a process."""
+
     groups: int
     meshes: int
     specs: int
@@ -46,13 +51,18 @@ def least(count: Callable[[], int]) -> int:
     return min(looks)
 
 
-def held() -> Held:
+def taken() -> Taken:
+    return Taken(
+        least(lambda: sum(1 for _ in Path("/proc/self/task").iterdir())),
+        least(lambda: len(kept_targets())),
+    )
+
+
+def alive() -> Alive:
     gc.collect()
     found = gc.get_objects()
     kinds = [type(it) for it in found]
-    return Held(
-        least(lambda: sum(1 for _ in Path("/proc/self/task").iterdir())),
-        least(lambda: len(kept_targets())),
+    return Alive(
         sum(issubclass(kind, dist.ProcessGroup) for kind in kinds),
         kinds.count(Mesh),
         kinds.count(DTensorSpec),
@@ -113,42 +123,58 @@ def collectives(mesh: Any, folder: str) -> None:
     dist.destroy_process_group(group)
 
 
-ENTRIES: list[Callable[[Any, str], None]] = [
-    operators,
-    tensor_parallel,
-    fully_sharded,
-    context_parallel,
-    in_shards,
-    collectives,
-]
+Entry = Callable[[Any, str], None]
+ENTRIES: list[Entry] = [operators, tensor_parallel, context_parallel, in_shards, collectives]
 
 
-def world_of(rank: int, port: int, backend: str, folder: str, *, is_closed: bool) -> None:
+def world_of(rank: int, port: int, number: int, folder: str, entries: list[Entry]) -> None:
+    """A world of either backend, ended by `close` or by the next one."""
+    backend = ("gloo", "tritondt")[number % 2]
     dist.destroy_process_group()
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=NUM_RANKS)
     mesh = T.init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("dp",))
-    for enter in ENTRIES:
+    for enter in entries:
         enter(mesh, folder)
-    if is_closed:
+    if number % 3 != 2:
         T.close()
 
 
-def make_worlds(rank: int, ports: list[int], folder: str) -> list[Held]:
-    """Everything held after each world: of either backend, ended by `close` or by the next one."""
+def make_worlds(rank: int, ports: list[int], folder: str) -> tuple[list[Taken], list[tuple[Taken, Alive]]]:
+    """Everything taken after each of half the worlds, without the garbage collector, and of the others with it.
+
+    Sharded modules are in the latter: modules, their hooks and their parameters' meshes are garbage in cycles.
+    """
     T.close()
-    found = []
-    for number, port in enumerate(ports):
-        backend = ("gloo", "tritondt")[number % 2]
-        world_of(rank, port, backend, folder, is_closed=number % 3 != 2)
-        found.append(held())
-    return found
+    half = len(ports) // 2
+    gc.collect()
+    gc.disable()
+    uncollected = []
+    for number, port in enumerate(ports[:half]):
+        world_of(rank, port, number, folder, ENTRIES)
+        uncollected.append(taken())
+    gc.enable()
+    collected = []
+    for number, port in enumerate(ports[half:]):
+        world_of(rank, port, number, folder, [*ENTRIES, fully_sharded])
+        found = alive()
+        collected.append((taken(), found))
+    return uncollected, collected
+
+
+def most(found: list[Any]) -> list[int]:
+    return list(map(max, zip(*found, strict=True)))
 
 
 @pytest.mark.extended
-def test_twenty_worlds_leave_nothing(tmp_path: Path) -> None:
+def test_worlds_leave_nothing_with_or_without_the_garbage_collector(tmp_path: Path) -> None:
     with GlooRanks(NUM_RANKS, {"TRITONDT_TRANSPORT": "shared-memory"}) as ranks:
-        for of_rank in ranks.run(make_worlds, [free_port() for _ in range(20)], str(tmp_path), timeout_s=280):
+        for of_rank in ranks.run(make_worlds, [free_port() for _ in range(24)], str(tmp_path), timeout_s=280):
+            uncollected, collected = of_rank
             # Six worlds are of all kinds; the first ones load what stays. A leak of one kind alone is two at the end.
-            first, last = (Held(*map(max, zip(*some, strict=True))) for some in (of_rank[:8], of_rank[-6:]))
-            allowed = first._replace(threads=first.threads + 1, descriptors=first.descriptors + 1)
-            assert all(after <= most for most, after in zip(allowed, last, strict=True)), of_rank
+            for each in (uncollected, [resources for resources, _ in collected]):
+                first, last = most(each[:6]), most(each[-6:])
+                assert all(after <= before + 1 for before, after in zip(first, last, strict=True)), of_rank
+            objects = [found for _, found in collected]
+            assert all(after <= before for before, after in zip(most(objects[:6]), most(objects[-6:]), strict=True)), (
+                of_rank
+            )

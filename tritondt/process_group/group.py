@@ -1,7 +1,9 @@
 """The names, parts, timeout and end of a process group, as torch.distributed asks for them."""
 
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,17 @@ def _backend_base() -> Any:
 _BackendBase: Any = _backend_base()
 
 
+def _configured_types(group: "weakref.ref[Group]") -> tuple[str, ...]:
+    """The types of devices that a group is for: "cuda:tritondt" names one.
+
+    The group owns the router, which asks this: a reference the other way would keep a group that was destroyed, and 2
+    to 13 descriptors, until the garbage collector runs.
+    """
+    of_groups: Any = dist.distributed_c10d._world.pg_backend_config
+    config = of_groups.get(group(), "")
+    return tuple(part.partition(":")[0] for part in config.split(",") if ":" in part) or ("cpu", "cuda")
+
+
 class Group(_Base):  # type: ignore[misc]
     """One rank's part in a group, without operations; `options` are torch's DistributedBackendOptions."""
 
@@ -42,7 +55,7 @@ class Group(_Base):  # type: ignore[misc]
         super().__init__(options.group_rank, options.group_size)
         self._store, self._num_splits = options.store, 0
         self._own_name, self._own_desc = "", "undefined"
-        self._router = Router(options, self._configured_types)
+        self._router = Router(options, partial(_configured_types, weakref.ref(self)))
         self._calls = self._router.calls
         logs.set_up()
         logs.world.info("rank %d: %s made of ranks %s", options.group_rank, self._router.name, self._router.ranks)
@@ -54,11 +67,6 @@ class Group(_Base):  # type: ignore[misc]
             # torch 2.15 asks every part, which None cannot answer, and has what Python may derive one from; before, C++
             # takes no part of Python's, and asks for none.
             self._register_backend(device, kind.CUSTOM, part if isinstance(part, c10d.Backend) else None)
-
-    def _configured_types(self) -> tuple[str, ...]:
-        """The types of devices that the group is for: "cuda:tritondt" names one."""
-        config = dist.distributed_c10d._world.pg_backend_config.get(self, "")
-        return tuple(part.partition(":")[0] for part in config.split(",") if ":" in part) or ("cpu", "cuda")
 
     def split_group(
         self,
