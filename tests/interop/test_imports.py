@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,16 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 NAMES = ["tritondt.interop.checkpoint", "tritondt.interop.checkpoint_folder", "tritondt.sharded.checkpoint"]
 # One import of torch for all: a fork for each.
+# Whatever stands when a program imports a part of the library: torch's modules that it adds to, and transformers'.
+LOADED = ["torch.distributed.checkpoint", "torch.distributed._state_dict_utils", "torch.distributed.fsdp"]
+PARTS = [
+    f"tritondt.{name}" for name in ("parallel", "fsdp", "sharded", "debug", "random", "found_plan", "experimental")
+]
 PROGRAM = """
 import importlib, os, sys, traceback
 import tritondt
+for name in filter(None, os.environ["LOADED"].split(",")):
+    importlib.import_module(name)
 failed = []
 for name in sys.argv[1:]:
     if os.fork() == 0:
@@ -29,11 +37,14 @@ sys.exit(" ".join(failed) or 0)
 
 
 @pytest.mark.extended
-def test_each_module_may_be_imported_first() -> None:
+@pytest.mark.parametrize("loaded", [[], [*LOADED, "transformers.modeling_utils"]], ids=["alone", "after transformers"])
+def test_each_module_may_be_imported_first(loaded: list[str]) -> None:
+    if loaded and find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
     found = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *NAMES],
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, *(PARTS if loaded else NAMES)],
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "LOADED": ",".join(loaded)},
         capture_output=True,
         text=True,
         check=False,

@@ -1,8 +1,13 @@
 """Additions to torch's modules, made as soon as a program imports them."""
 
 import importlib
+import os
+from collections.abc import Callable
+from functools import wraps
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from tritondt._importing import when_imported
 from tritondt.dtensor.tensor import DTensor
@@ -29,8 +34,22 @@ def _add_state_dicts(module: ModuleType) -> None:
     importlib.import_module("tritondt.interop.state_dicts").add_distributed_tensors(module)
 
 
-def _add_saving(module: ModuleType) -> None:
-    importlib.import_module("tritondt.interop.transformers.saving").save_laid_out_models(module)
+def _add_saving(modeling_utils: ModuleType) -> None:
+    """Lets transformers' save_pretrained take a model that was laid out by hand, with parallelize_module or a mesh.
+
+    A model of plain parameters is saved by transformers itself.
+    """
+    of_plain: Callable[..., Any] = modeling_utils.PreTrainedModel.save_pretrained
+
+    @wraps(of_plain)
+    def save(model: nn.Module, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
+        if not args and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            # By name, and here: it imports the styles, which may be importing this tensor's module now.
+            saving = importlib.import_module("tritondt.interop.transformers.saving")
+            return saving.save_method(model, save_directory, **options)
+        return of_plain(model, save_directory, *args, **options)
+
+    modeling_utils.PreTrainedModel.save_pretrained = save
 
 
 DTensor.to_torch = _to_torch  # type: ignore[attr-defined]

@@ -4,11 +4,9 @@ import copy
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import wraps
 from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO
 
 import torch
@@ -87,22 +85,6 @@ def save_method(model: nn.Module, save_directory: str | os.PathLike[str], **opti
             "folder alone: all ranks write what the model has, a file for each"
         )
     save_pretrained(model, save_directory)
-
-
-def save_laid_out_models(modeling_utils: ModuleType) -> None:
-    """Lets transformers' save_pretrained take a model that was laid out by hand, with parallelize_module or a mesh.
-
-    Given the module of transformers that defines it; a model of plain parameters is saved by transformers itself.
-    """
-    of_plain: Callable[..., Any] = modeling_utils.PreTrainedModel.save_pretrained
-
-    @wraps(of_plain)
-    def save(model: nn.Module, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> Any:
-        if not args and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            return save_method(model, save_directory, **options)
-        return of_plain(model, save_directory, *args, **options)
-
-    modeling_utils.PreTrainedModel.save_pretrained = save
 
 
 def _own_state(model: nn.Module) -> dict[str, torch.Tensor]:
