@@ -174,7 +174,7 @@ def available_share(path: Path = Path("/proc/meminfo")) -> float:
 
 
 def empty_cache() -> int:
-    """Number of bytes given back to the system: memory of large results that are gone, which next ones would get.
+    """Gives the memory kept for later large results back to the system, and returns its number of bytes.
 
     The rest is freed with its last tensor. TRITONDT_POOL_MB bounds what is kept.
 

@@ -17,7 +17,8 @@ from tritondt.cli.bench.collective.case import make_case
 from tritondt.cli.bench.collective.documents import COLUMNS
 from tritondt.cli.bench.collective.kinds import KINDS
 from tritondt.cli.bench.collective.on_rank import Device, Devices, Starting, measure_on_rank
-from tritondt.cli.bench.collective.record import Request, Row
+from tritondt.cli.bench.collective.overlap import Overlap
+from tritondt.cli.bench.collective.record import Request, Row, label
 from tritondt.cli.bench.collective.table import Table
 from tritondt.cli.launch import RankFailedError, run_on_ranks
 from tritondt.cli.main import bench, main
@@ -256,11 +257,36 @@ def test_calls_that_can_be_issued_are_timed_beside_a_compute(replayed, measured)
     assert "overlap" not in other
     times = ours["overlap"]
     assert all(times[name] > 0 for name in ("alone_us", "compute_us", "both_us"))
-    in_turn = times["alone_us"] + times["compute_us"]
-    assert times["share"] == pytest.approx((in_turn - times["both_us"]) / min(times["alone_us"], times["compute_us"]))
+    overlap = Overlap(*(times[name] / 1e6 for name in ("alone_us", "compute_us", "both_us", "noise_us")))
+    assert times["share"] == pytest.approx(overlap.share)
     assert "how much of the shorter is hidden:" in ended.stderr
     assert "# shared: all_reduce is not issued by itself, and has no overlap" in ended.stderr
     assert "overlap" not in replayed([*ALL_REDUCE, "--impl", "shared-memory"]).output
+
+
+@pytest.mark.parametrize(
+    ("both", "noise", "said"),
+    [
+        *[(500.0, 1.0, "50%"), (900.0, 1.0, "0%"), (398.0, 3.0, "100%"), (300.0, 3.0, "not measurable")],
+        *[(500.0, 101.0, "not measurable"), (500.0, None, "not measurable")],
+    ],
+)
+def test_an_overlap_is_between_0_and_100_percent_or_not_measurable(measured, both, noise, said):
+    request, rows = measured[0], rows_of(measured[1])
+    row = next(row for row in rows if row.overlap is not None)
+    overlap = Overlap(200e-6, 400e-6, both * 1e-6, None if noise is None else noise * 1e-6)
+    *_, line = Table(request, 120).overlaps([replace(row, overlap=overlap)])
+    assert line.endswith(f"{said:>16}  {label(row.side)}")
+    assert line.split()[-4 - len(said.split()) :][:3] == ["200.0", "400.0", f"{both:.1f}"]
+
+
+def test_the_noise_of_an_overlap_is_of_what_both_save_in_the_same_iteration():
+    alone, computed = [2.0, 9.0, 2.0, 2.0, 3.0, 2.0], [4.0, 4.0, 8.0, 4.0, 4.0, 4.0]
+    both = [one + other - 1.0 for one, other in zip(alone, computed, strict=True)]
+    assert Overlap.of(alone, computed, both) == Overlap(2.0, 4.0, 5.5, 0.0)
+    assert Overlap.of(alone[:4], computed[:4], both[:4]).noise_s is None
+    noisy = [each + chance for each, chance in zip(both, (-2.0, 3.0, -3.0, 2.0, 0.0, 0.0), strict=True)]
+    assert (Overlap.of(alone, computed, noisy).noise_s or 0.0) > 1.0
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tritondt._importing import without_collections
 from tritondt.cli.outputs import ProgressLine
 from tritondt.cli.plan_picture import LINK_HEADER, link_rows, spread_rows, write_html, write_png
 from tritondt.comm.transports.table import chosen, named, transports
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tritondt.cli.wide_traffic import WideTraffic
 
 
+@without_collections()
 def plan(
     mesh: tuple[int, ...],
     shape: tuple[int, ...],

@@ -50,7 +50,7 @@ class _Registered(ABC):
 class Buffer(_Registered):
     """Memory that NCCL may use in place (user buffer registration, NCCL 2.19).
 
-    `Communicator.register_buffer` makes one; the tensor is kept alive as long. Source: NCCL's documentation of
+    `Communicator.register_buffer` makes one, which keeps its tensor alive. Source: NCCL's documentation of
     ncclCommRegister.
 
     An example that needs a GPU:

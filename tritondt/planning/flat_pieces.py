@@ -12,8 +12,8 @@ from math import prod
 from typing import Protocol
 
 from tritondt.sharding import intervals as regions
-from tritondt.sharding.coordinates import coordinate_at, position_of
-from tritondt.sharding.cut import ChunkCut
+from tritondt.sharding.coordinates import coordinate_at
+from tritondt.sharding.cut import chunk_bounds
 from tritondt.sharding.intervals import Region
 from tritondt.sharding.layout import Coordinate, Layout
 
@@ -43,7 +43,10 @@ class FlatPieces:
 
     def part(self, coordinate: Coordinate) -> int:
         """Number of the part that a coordinate takes."""
-        return position_of([coordinate[axis] for axis in self.axes], [self.mesh_shape[axis] for axis in self.axes])
+        sizes, number = self.layout.mesh_shape, 0
+        for axis in self.axes:
+            number = number * sizes[axis] + coordinate[axis]
+        return number
 
     def coordinate_of_part(self, coordinate: Coordinate, part: int) -> Coordinate:
         """Coordinate that takes `part` of the box that `coordinate` holds."""
@@ -56,7 +59,7 @@ class FlatPieces:
     def bounds(self, coordinate: Coordinate) -> tuple[int, int]:
         """Flat positions [start, stop) in the layout's local tensor that a coordinate takes."""
         size = prod(self.layout.local_shape(coordinate))
-        return ChunkCut(self.parts, size).bounds(size, self.part(coordinate))
+        return chunk_bounds(size, self.parts, self.part(coordinate))
 
     def regions(self, coordinate: Coordinate) -> tuple[Region, ...]:
         """Regions that a coordinate takes, in the order in which they lie in its flat piece."""

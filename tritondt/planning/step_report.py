@@ -87,15 +87,17 @@ def step_report(
     no memory beside that.
     """
     source_blocks, target_blocks = stored
-    sent, received = (sum(message.numel for message in each) * itemsize for each in (found.sends, found.receives))
+    sent, received = (_num_bytes(each, itemsize) for each in (found.sends, found.receives))
     if chunk_bytes:
         in_slots = sum(message.numel * itemsize for message in {each.parts: each for each in found.sends}.values())
         return _step_report(step, found, _Bytes(sent, received, 0, 0, in_slots), seconds)
-    far_sends, far_receives = (
-        [message for message in each if near is None or not near.takes(message, itemsize)]
-        for each in (found.sends, found.receives)
-    )
-    packed, staged = (sum(message.numel for message in each) * itemsize for each in (far_sends, far_receives))
+    far_sends, far_receives, packed, staged = found.sends, found.receives, sent, received
+    if near is not None:
+        far_sends, far_receives = (
+            tuple(message for message in each if not near.takes(message, itemsize))
+            for each in (far_sends, far_receives)
+        )
+        packed, staged = (_num_bytes(each, itemsize) for each in (far_sends, far_receives))
     in_place, landing, aligned = 0, 0, 0
     source_at, target_at = ({block.region: (block,) for block in blocks} for blocks in stored)
     for message in far_sends:
@@ -110,6 +112,10 @@ def step_report(
         landing, aligned = landing + here, aligned + there
     num_bytes = _Bytes(sent, received, packed - in_place, staged - landing, aligned=aligned, placed=sent - packed)
     return _step_report(step, found, num_bytes, seconds)
+
+
+def _num_bytes(messages: Iterable[Message], itemsize: int) -> int:
+    return sum(message.numel for message in messages) * itemsize
 
 
 def _in_place_bytes(

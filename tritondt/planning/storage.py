@@ -112,12 +112,23 @@ def _joint_positions(outers: Sequence[Intervals], inner: Intervals) -> Iterator[
 
 def contiguous_offset(stored: Sequence[Block], part: Region) -> int | None:
     """Offset at which a part lies in storage as one run in message order, None where packing is needed."""
-    found = joint_boxes([stored, [message_block(part)]], part)
-    if len(found) != 1:
-        return None
-    step, (offset, strides) = 1, found[0].places[0]
-    for length, stride in zip(reversed(found[0].lengths), reversed(strides), strict=True):
+    block, step = _block_of(stored, part), 1
+    offset = block.offset
+    for outer, inner, stride in zip(reversed(block.region), reversed(part), reversed(block.strides), strict=True):
+        run = _only_run(outer, inner)
+        if run is None:
+            return None
+        start, length = run
         if length != 1 and stride != step:
             return None
+        offset += start * stride
         step *= length
     return offset
+
+
+def _only_run(outer: Intervals, inner: Intervals) -> tuple[int, int] | None:
+    """Position and length of the one run that `inner` is in `outer`; None where it is several, or none."""
+    if len(outer) == len(inner) == 1:
+        return inner[0][0] - outer[0][0], inner[0][1] - inner[0][0]
+    runs = _joint_runs([outer], inner)
+    return (runs[0][0][0], runs[0][1]) if len(runs) == 1 else None

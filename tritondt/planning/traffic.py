@@ -24,10 +24,10 @@ from tritondt.planning.plan import Plan, Step, common_cuts
 from tritondt.planning.spread import Spread
 from tritondt.sharding import intervals as regions
 from tritondt.sharding.coordinates import coordinate_at, position_of
-from tritondt.sharding.cut import ChunkCut
+from tritondt.sharding.cut import chunk_bounds
 from tritondt.sharding.intervals import Intervals, Region
 from tritondt.sharding.layout import Coordinate, Layout
-from tritondt.sharding.placement import Replicate
+from tritondt.sharding.placement import Replicate, Shard
 from tritondt.sharding.strides import dense_strides
 
 # Listing them takes 20 s where one of 65,536 ranks sends to all the others.
@@ -411,6 +411,9 @@ class _RouteTraffic(StepTraffic):
             _Holders(layout, self) for layout in (self._route.source_layout, self._route.target_layout)
         )
         self._last: tuple[Coordinate, tuple[Region, dict[int, int] | None]] | None = None
+        self._last_wanted: tuple[Coordinate, tuple[Region, ...]] | None = None
+        placements = self._route.source_layout.placements
+        self._has_all = not any(isinstance(placements[axis], Shard) for axis in self._route.kept_axes)
 
     def served(self, coordinate: Coordinate) -> tuple[Pairs, ...]:
         own, pinned = self._held(coordinate)
@@ -430,13 +433,21 @@ class _RouteTraffic(StepTraffic):
         own, pinned = self._held(coordinate)
         if pinned is None or any(coordinate[axis] != index for axis, index in pinned.items()):
             return 0
-        return sum(_common(own, wanted) for wanted in self._route.target.regions(coordinate))
+        return sum(_common(own, wanted) for wanted in self._wanted(coordinate))
+
+    def _wanted(self, coordinate: Coordinate) -> tuple[Region, ...]:
+        """Regions of a receiver, found once for its two questions."""
+        if self._last_wanted is None or self._last_wanted[0] != coordinate:
+            self._last_wanted = coordinate, self._route.target.regions(coordinate)
+        return self._last_wanted[1]
 
     def arriving(self, coordinate: Coordinate) -> int:
         if self._route.takes_nothing(coordinate):
             return 0
+        wanted = self._wanted(coordinate)
+        if self._has_all:  # each term of each wanted element arrives once
+            return self._route.contributions * sum(map(regions.numel, wanted))
         serving = self._route.serving_indices(coordinate)
-        wanted = self._route.target.regions(coordinate)
         return sum(self.counts(self._servers.of(each, serving))[1] for each in wanted)
 
 
@@ -460,13 +471,12 @@ class _PieceTraffic(_RouteTraffic):
         for box, common in pieces.layout.holders(own, {**dict.fromkeys(pieces.axes, 0), **pinned}):
             is_whole, size = common == pieces.layout.region(box), regions.numel(common)
             self.count_pairs(pieces.parts if is_whole else _PIECE_PAIRS * pieces.parts)
-            cut = ChunkCut(pieces.parts, size)
             for part in range(pieces.parts):
                 holder = pieces.coordinate_of_part(box, part)
                 if any(holder[axis] != index for axis, index in pinned.items()):
                     continue
                 if is_whole:
-                    start, stop = cut.bounds(size, part)
+                    start, stop = chunk_bounds(size, pieces.parts, part)
                     numel = stop - start
                 else:
                     numel = sum(_common(common, wanted) for wanted in pieces.regions(holder))
@@ -481,23 +491,29 @@ class _GatherTraffic(StepTraffic):
         super().__init__(step)
         self._pieces = pieces
         self._found: dict[tuple[Coordinate, int], tuple[Pairs, ...]] = {}
+        self._boxes: dict[Coordinate, int] = {}
 
     def served(self, coordinate: Coordinate) -> tuple[Pairs, ...]:
         numel = self.kept(coordinate)
         if not numel:
             return ()
-        key = self._pieces.coordinate_of_part(coordinate, 0), numel
+        key = tuple(0 if axis in self._pieces.axes else index for axis, index in enumerate(coordinate)), numel
         if key not in self._found:
             shared = {axis: None if axis in self._pieces.axes else index for axis, index in enumerate(coordinate)}
             self._found[key] = (_places(self._pieces.layout, shared, numel),)
         return self._found[key]
 
     def kept(self, coordinate: Coordinate) -> int:
-        start, stop = self._pieces.bounds(coordinate)
+        start, stop = chunk_bounds(self.arriving(coordinate), self._pieces.parts, self._pieces.part(coordinate))
         return stop - start
 
     def arriving(self, coordinate: Coordinate) -> int:
-        return prod(self._pieces.layout.local_shape(coordinate))
+        """Elements of the box, which all ranks along the axes of the pieces share."""
+        box = tuple(0 if axis in self._pieces.axes else index for axis, index in enumerate(coordinate))
+        found = self._boxes.get(box)
+        if found is None:
+            found = self._boxes[box] = prod(self._pieces.layout.local_shape(coordinate))
+        return found
 
 
 def _places(layout: Layout, indices: Mapping[int, int | None], numel: int) -> Pairs:

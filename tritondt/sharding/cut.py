@@ -55,6 +55,16 @@ class Cut(ABC):
         """Most positions that any piece takes of `held` positions; an upper bound where that depends on which."""
 
 
+def chunk_bounds(length: int, parts: int, index: int) -> Interval:
+    """Positions [start, stop) of chunk `index` of `length` positions in `parts`, as `ChunkCut(parts, length)` has them.
+
+    >>> [chunk_bounds(10, 4, index) for index in range(4)]
+    [(0, 3), (3, 6), (6, 9), (9, 10)]
+    """
+    step = (length + parts - 1) // parts
+    return least(index * step, length), least((index + 1) * step, length)
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkCut(Cut):
     """Division in one piece for each coordinate, as torch.chunk cuts, or in one of each of several blocks.
@@ -98,6 +108,10 @@ class ChunkCut(Cut):
 
     def piece(self, held: Intervals, index: int) -> Intervals:
         """Indices of the dim that piece `index` takes of the indices `held`."""
+        if self.repeats == 1 and len(held) == 1:  # without the loops, in a third of the time
+            ((low, high),) = held
+            start, stop = self.bounds(high - low, index)
+            return ((low + start, low + stop),) if start < stop else ()
         return merge(
             interval
             for block in self._blocks(held)

@@ -141,10 +141,11 @@ class Layout:
 
     def intervals(self, dim: int, coordinate: Coordinate) -> Intervals:
         """Indices of `dim` that a coordinate holds; raises OpenLengthError for a cut dim with a symbolic length."""
-        if any(self.mesh_shape[axis] > 1 for axis in self.axes_of_dim[dim]):
+        length, axes = self.shape[dim], self.axes_of_dim[dim]
+        if not isinstance(length, int) and any(self.mesh_shape[axis] > 1 for axis in axes):
             self.check_known(dim)
-        held: Intervals = regions.merge([(0, self.shape[dim])])
-        for axis in self.axes_of_dim[dim]:
+        held: Intervals = ((0, length),) if length > 0 else ()
+        for axis in axes:
             held = self.cut(axis).piece(held, coordinate[axis])
         return held
 

@@ -83,8 +83,8 @@ def context_parallel_flex_attention(
     sequence; `block_mask` comes from `context_parallel_block_mask`, for the same lengths. `options` are torch's: scale,
     enable_gqa, kernel_options. One exchange gathers keys and values, and one sums and cuts their gradients; every rank
     holds all keys meanwhile. A collective call of all ranks of the mesh of one axis, forward and backward. Raises
-    LocalTensorError for parts of other shapes, and MeshError. Source: Dong et al., Flex Attention (2024),
-    https://arxiv.org/abs/2412.05496.
+    LocalTensorError for parts of other shapes, and MeshError for a mesh of several axes or a rank outside of it.
+    Source: Dong et al., Flex Attention (2024), https://arxiv.org/abs/2412.05496.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.parallel.context.sequence_cut import context_parallel_shard

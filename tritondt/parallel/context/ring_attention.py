@@ -44,7 +44,8 @@ def ring_attention(
     this rank's part of `key_length` positions. A causal mask then hides key j from query i where i < j, as in
     torch.nn.functional.scaled_dot_product_attention. The number of heads must be a multiple of the key heads (grouped
     queries). The result is as `query`. Sums are in float32, or float64 of float64. A collective call of all ranks of
-    the mesh of one axis, forward and backward. Raises LocalTensorError for parts of other shapes, and MeshError.
+    the mesh of one axis, forward and backward. Raises LocalTensorError for parts of other shapes, and MeshError for a
+    mesh of several axes or a rank outside of it.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.parallel.context.sequence_cut import context_parallel_shard

@@ -115,9 +115,9 @@ def _result(row: Row, request: Request) -> dict[str, Any]:
     return found
 
 
-def _overlap(found: Overlap) -> dict[str, float]:
+def _overlap(found: Overlap) -> dict[str, float | None]:
     times = {"alone_us": found.alone_s * _US, "compute_us": found.compute_s * _US, "both_us": found.both_s * _US}
-    return {**times, "share": found.share}
+    return {**times, "noise_us": None if found.noise_s is None else found.noise_s * _US, "share": found.share}
 
 
 def _timing(row: Row, timing: Timing, request: Request) -> dict[str, Any]:

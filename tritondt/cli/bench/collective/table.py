@@ -182,13 +182,15 @@ class Table:
         )
         lines = ["#", *self._wrapped([*said_once, told])]
         lines.append(
-            f"#{'size':>10}" + "".join(f"{name:>10}" for name in ("call", "compute", "both", "overlap")) + "  impl"
+            f"#{'size':>10}" + "".join(f"{name:>10}" for name in ("call", "compute", "both")) + f"{'overlap':>16}  impl"
         )
         for said, row in self._told_apart(found):
             assert row.overlap is not None, f"{row.case} has an overlap"
             times = (row.overlap.alone_s, row.overlap.compute_s, row.overlap.both_s)
             cells = "".join(f"{seconds * 1e6:>10.1f}" for seconds in times)
-            lines += [*said, f"#{row.case.size:>10}{cells}{row.overlap.share * 100:>9.0f}%  {label(row.side)}"]
+            share = row.overlap.share
+            text = "not measurable" if share is None else f"{share * 100:.0f}%"
+            lines += [*said, f"#{row.case.size:>10}{cells}{text:>16}  {label(row.side)}"]
         return lines
 
     def _percentiles(self, row: Row, place: str, timing: Timing) -> str:
