@@ -1,61 +1,126 @@
-"""Two hosts that do not fit each other: found when ranks first meet, and told on all of them."""
+"""Two hosts that do not fit each other: found when ranks first meet, and told on all of them, over each transport."""
 
 import json
+import re
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.harness.fork_server import REPOSITORY
+from tests.harness.set_up_on_hosts import SIZE, Case
 from tests.harness.two_hosts import run_on_two_hosts
 
 pytestmark = pytest.mark.extended
 
-# Rank 0 and 1 listen at an address that the other host does not know, as where an interface of containers is named.
-LISTENING_ELSEWHERE = """
+IN_TIME_S = 60
+# Of interfaces of containers, both hosts have one with the same address. Host 0 has two more: host 1 knows no way to
+# the first, and sends what is for the second to somebody who does not exist.
+INTERFACES = """
+interface() {
+    ip link add $1 type veth peer name $1-peer && ip link set $1-peer up
+    ip addr add $2/24 dev $1 && ip link set $1 up
+}
+interface docker0 172.17.0.1
 if test $HOST_NUMBER = 0; then
-    ip link add inner type veth peer name outer && ip link set outer up
-    ip addr add 10.99.0.1/24 dev inner && ip link set inner up
-    export TRITONDT_SOCKET_IFNAME=inner
+    interface inner 10.99.0.1
+    interface silent 10.98.0.1
+else
+    ip route add 10.98.0.0/24 dev wire && ip neigh add 10.98.0.1 lladdr 02:00:00:00:00:99 dev wire
 fi
 """
-# The other host sends what is for that address to somebody who does not exist.
-INTO_THE_VOID = """
-if test $HOST_NUMBER = 1; then
-    ip route add 10.99.0.0/24 dev wire && ip neigh add 10.99.0.1 lladdr 02:00:00:00:00:99 dev wire
-fi
-"""
+ON_WIRE = {"TRITONDT_SOCKET_IFNAME": "wire"}
+DEAR = {"TRITONDT_COSTS": '{"network": {"latency_s": 1.0}}'}
+OWN_NAMES = {"MASTER_ADDR": "one"}  # which is 127.0.1.1 there, and so is "two" on the other host
 
 
-def found_by_ranks(folder: Path, before: str, **environment: str) -> dict[int, str]:
-    """Each rank's finding, by rank; both hosts have run `before` first."""
+def on(interface: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Ranks of host 0 are at another interface."""
+    return {"TRITONDT_SOCKET_IFNAME": interface}, {}
+
+
+NO_WAY = (
+    r"could not connect to rank [01]: \[Errno 101\] ENETUNREACH at 10\.99\.0\.1, port \d+, to which no interface of "
+    r"this host has a route; there are lo 127\.0\.0\.1, wire 10\.77\.0\.2"
+)
+ONE_ADDRESS = (
+    r"could not connect to rank [01]: (\[Errno 111\] ECONNREFUSED|somebody else answers) at 172\.17\.0\.1, port \d+"
+)
+BY_GLOO = r"rank \d on (one|two) could not connect by Gloo to ranks \[\d, \d, \d\]: .*"
+NO_ANSWER = (
+    r"(calls rank \d at 10\.98\.0\.1, port \d+ from wire 10\.77\.0\.2|"
+    r"listens for ranks \[[23, ]+\] at 10\.98\.0\.1, port \d+, of silent)"
+)
+OTHER_COSTS = (
+    r'(has no TRITONDT_COSTS, .*first with TRITONDT_COSTS={"network": {"latency_s": 1\.0}}|has TRITONDT_COSTS={.*'
+    r"first with no TRITONDT_COSTS); all ranks must plan alike until the process group ends: set TRITONDT_COSTS alike"
+)
+# Each case and all ranks' sentence.
+CASES = [
+    (Case("one address", {"TRITONDT_SOCKET_IFNAME": "docker0"}), ONE_ADDRESS),
+    (Case("no way", ON_WIRE, on("inner"), begins_with_collective=True), NO_WAY),
+    (Case("other costs", ON_WIRE, ({}, DEAR)), OTHER_COSTS),
+    (Case("containers", ON_WIRE, are_apart=True), "right"),
+]
+OVER_GLOO = [
+    (Case("own names over Gloo", OWN_NAMES), BY_GLOO + r"remote=\[127\.0\.1\.1\].*wire 10\.77\.0\.[12]"),
+    (
+        Case("one address over Gloo", {"TRITONDT_SOCKET_IFNAME": "docker0"}, begins_with_collective=True),
+        BY_GLOO + r"remote=\[172\.17\.0\.1\]",
+    ),
+]
+MORE_CASES = [
+    (Case("no answer", {**ON_WIRE, "TRITONDT_TIMEOUT": "12"}, on("silent")), NO_ANSWER),
+    (Case("own names", OWN_NAMES), "right"),
+    (Case("one address, collective", {"TRITONDT_SOCKET_IFNAME": "docker0"}, begins_with_collective=True), ONE_ADDRESS),
+    (Case("no way, redistribution", ON_WIRE, on("inner")), NO_WAY),
+]
+MORE_OVER_GLOO = [
+    # Gloo calls from the other host than ours does, and that one knows the way.
+    (Case("no way over Gloo", ON_WIRE, on("inner")), "right"),
+    (Case("no answer over Gloo", {**ON_WIRE, "TRITONDT_TIMEOUT": "12"}, on("silent")), "by Gloo"),
+    (Case("own names over Gloo, collective", OWN_NAMES, begins_with_collective=True), BY_GLOO),
+    (Case("other costs over Gloo", ON_WIRE, ({}, DEAR), begins_with_collective=True), OTHER_COSTS),
+    (Case("containers over Gloo", ON_WIRE, are_apart=True), "right"),
+]
+
+
+def over(transport: str, cases: Sequence[tuple[Case, str]]) -> list[tuple[Case, str]]:
+    """The same over one transport."""
+    changed = [case._replace(everywhere={**case.everywhere, "TRITONDT_TRANSPORT": transport}) for case, _ in cases]
+    return [(case, sentence) for case, (_, sentence) in zip(changed, cases, strict=True)]
+
+
+def check(folder: Path, before: str, cases: Sequence[tuple[Case, str]]) -> None:
+    """All ranks of each case find its sentence, in time; both hosts have run `before` first."""
     program = ["sh", "-c", f'{before}\nexec "$@"', "sh", sys.executable, "-m", "tests.harness.set_up_on_hosts"]
-    variables = {"TRITONDT_SOCKET_IFNAME": "wire", "TRITONDT_TIMEOUT": "90", "FOLDER": str(folder), **environment}
-    outputs = run_on_two_hosts(folder, program, names=("one", "two"), environment=variables, timeout_s=300.0)
+    variables = {"TRITONDT_TIMEOUT": "90", "FOLDER": str(folder), "CASES": json.dumps([case for case, _ in cases])}
+    outputs = run_on_two_hosts(folder, program, names=("one", "two"), environment=variables, timeout_s=500.0)
     lines = [json.loads(line) for text in outputs for line in text.splitlines() if line.startswith('{"rank"')]
-    return {line["rank"]: line["found"] for line in lines}
+    found = {(line["case"], line["rank"]): (line["found"], line["seconds"]) for line in lines}
+    for case, sentence in cases:
+        for rank in range(SIZE):
+            text, seconds = found[case.name, rank]
+            assert re.search(sentence, text), (case.name, rank, text)
+            assert text == "right" or seconds < IN_TIME_S, (case.name, rank, seconds)
 
 
-def test_an_address_to_which_a_host_has_no_route(tmp_path: Path) -> None:
-    told = found_by_ranks(tmp_path, LISTENING_ELSEWHERE)
-    assert sorted(told) == [0, 1, 2, 3]
-    for text in told.values():
-        assert "could not connect to rank" in text, told
-        assert "ENETUNREACH at 10.99.0.1, port" in text, told
-        assert "to which no interface of this host has a route; there are lo 127.0.0.1, wire 10.77.0.2" in text, told
+def test_hosts_that_do_not_fit(tmp_path: Path) -> None:
+    check(tmp_path, INTERFACES, [*CASES, *over("gloo", OVER_GLOO)])
 
 
 @pytest.mark.soak
-def test_an_address_from_which_nothing_comes_back(tmp_path: Path) -> None:
-    told = found_by_ranks(tmp_path, LISTENING_ELSEWHERE + INTO_THE_VOID, TRITONDT_TIMEOUT="12")
-    assert sorted(told) == [0, 1, 2, 3]
-    assert all("PeerError" in text for text in told.values()), told
-    for text in told.values():
-        called = "calls rank" in text and "from wire 10.77.0.2" in text
-        listening = "listens for ranks" in text and ", of inner" in text
-        assert called or listening, told
-        assert "at 10.99.0.1, port" in text, told
+@pytest.mark.parametrize(
+    ("transport", "cases"),
+    [("shared-memory", MORE_CASES), ("sockets", [*CASES, *MORE_CASES]), ("gloo", [*OVER_GLOO, *MORE_OVER_GLOO])],
+    ids=["shared-memory", "sockets", "gloo"],
+)
+def test_hosts_that_do_not_fit_over_each_transport(
+    tmp_path: Path, transport: str, cases: Sequence[tuple[Case, str]]
+) -> None:
+    check(tmp_path, INTERFACES, over(transport, cases))
 
 
 def test_another_version_on_one_host(tmp_path: Path) -> None:
@@ -63,14 +128,7 @@ def test_another_version_on_one_host(tmp_path: Path) -> None:
         shutil.copytree(REPOSITORY / name, tmp_path / "other" / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "other" / "tritondt" / "version.py").write_text('VERSION = "0.0.9"\n')
     elsewhere = f'if test $HOST_NUMBER = 1; then cd "{tmp_path}/other"; export PYTHONPATH="$PWD"; fi'
-    told = found_by_ranks(tmp_path, elsewhere)
-    assert sorted(told) == [0, 1, 2, 3]
-    for text in told.values():
-        assert "all ranks must plan alike: install one version on all hosts" in text, told
-        assert "0.0.9" in text, told
-
-
-def test_other_prices_on_one_host_and_ranks_in_containers_of_their_own(tmp_path: Path) -> None:
-    """All take the prices of the rank that came first; ranks that share no memory talk over sockets."""
-    dear = 'if test $HOST_NUMBER = 1; then export TRITONDT_COSTS=\'{"network": {"latency_s": 1.0}}\'; fi'
-    assert found_by_ranks(tmp_path, dear, APART="1") == dict.fromkeys(range(4), "right")
+    cases = [
+        (Case("another version", ON_WIRE), r"0\.0\.9.*all ranks must plan alike: install one version on all hosts")
+    ]
+    check(tmp_path, elsewhere, [*cases, *over("gloo", [(cases[0][0]._replace(name="over Gloo"), cases[0][1])])])

@@ -1,10 +1,13 @@
 """Worlds of processes: torch's meshes, flattened ones, forks, and one world after another."""
 
 import copy
+import gc
 import os
 import pickle
+import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,3 +174,36 @@ def test_a_second_world_is_another() -> None:
     assert first["coordinates"] == [(0,), (1,)]
     assert second["coordinates"] == [(1,), (0,)]
     assert first["watches"] == second["watches"] == 1
+
+
+def close_behind_the_store(rank: int, port: int, port_after: int, folder: Path) -> None:
+    """Closes a world in which ranks 1 and 2 meet after rank 0, which has no part in that, has left with the store."""
+    T.close()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+    x = T.distribute_tensor(torch.arange(6.0), T.Mesh((3,)), [T.Shard(0)])
+    assert x.full_tensor().tolist() == torch.arange(6.0).tolist()
+    others = T.Mesh((2,), ranks=(1, 2))
+    if rank > 0:
+        terms = T.DTensor.from_local(torch.ones(3), others, [T.Partial()])
+        assert terms.full_tensor().tolist() == [2.0] * 3
+    if rank == 2:
+        world.current().communicator((0, 1, 2)).close()  # which rank 0 closes; and rank 1 waits in the other one
+        while not (folder / "left").exists():
+            time.sleep(0.05)
+        time.sleep(2.5)  # the watch of rank 1 looks once a second
+    T.close()
+    dist.destroy_process_group()
+    if rank == 0:
+        gc.collect()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+        (folder / "left").touch()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port_after}", rank=rank, world_size=3)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("transport", ["sockets", "gloo", pytest.param("shared-memory", marks=pytest.mark.soak)])
+def test_ranks_that_close_their_world_need_no_store(tmp_path: Path, transport: str) -> None:
+    with GlooRanks(3, {"TRITONDT_TRANSPORT": transport}) as ranks:
+        ranks.run(close_behind_the_store, free_port(), free_port(), tmp_path)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import tritondt as T
 from tests.harness.two_hosts import ADDRESSES
+from tritondt.fsdp import fully_shard
 
 RANKS_PER_HOST = 2
 SIZE = 2 * RANKS_PER_HOST
@@ -35,16 +36,25 @@ _OPEN = ("01", "0A")  # states: established, and listening
 
 
 class Operation:
-    """A collective of the backend, or redistributions, of which each rank knows the result."""
+    """A collective of the backend, redistributions, or a step of training, of which each rank knows the result."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         dist.init_process_group("gloo" if name != "collective" else "tritondt", timeout=timedelta(seconds=90))
         self._mesh = T.Mesh((SIZE,))
+        if name in ("fsdp", "hsdp"):
+            self._mesh = self._mesh if name == "fsdp" else T.Mesh((SIZE // RANKS_PER_HOST, RANKS_PER_HOST))
+            self._layer = torch.nn.Linear(_SHAPE[1], _SHAPE[0], bias=False)
+            fully_shard(self._layer, mesh=self._mesh)
 
     def run(self) -> None:
         """Runs it once; AssertionError for another result."""
         rank = dist.get_rank()
+        if self._name in ("fsdp", "hsdp"):
+            self._layer.zero_grad()
+            self._layer(torch.full((SIZE, _SHAPE[1]), float(rank))).sum().backward()
+            assert bool((self._layer.weight.grad.to_local() == sum(range(SIZE))).all())  # type: ignore[union-attr]
+            return
         if self._name == "collective":
             total = torch.full((50_000,), float(rank))
             dist.all_reduce(total)

@@ -93,20 +93,20 @@ class ProcessWorld:
         self._check_version()
         asked_filter()  # what is not allowed is refused now, on all ranks
         transport_table.check_settings()
+        self._costs = self._agreed(default_costs(who.size))
         memory.pool.most_bytes = environment.pool_bytes()
         self._compares = environment.compares()
         logs.set_up()
         self.flight = Flight(who.rank, who.size, self._flight_folder())
         self._watchdog = _watching(self.flight)
         self._communicators: dict[_Key, Communicator] = {}
-        self._timeouts: dict[_Key, float] = {}  # asked for since a communicator was made
+        self._timeouts: dict[tuple[tuple[int, ...], str], float] = {}  # by ranks and device type, the latest last
         self._hosts: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._parts: dict[str, Part] = {}
         self._rendezvous: list[Rendezvous] = []
         # One for each: two threads may make two communicators in one order here, and in the other one elsewhere.
         self._making: dict[_Key, threading.Lock] = {}
         self._store_host.announce(self._store, who.rank)
-        self._costs = self._agreed(default_costs(who.size))
         self._closed = False
         logs.world.info("rank %d: world of %d ranks made, timeout %s", who.rank, who.size, self._timeout)
 
@@ -121,8 +121,21 @@ class ProcessWorld:
             )
 
     def _agreed(self, own: dict[str, CostTable]) -> dict[str, CostTable]:
-        """Cost tables of the rank that came first: all ranks read the same, and none waits for one that never comes."""
-        return prices.from_json(self._store.compare_set("costs", "", prices.to_json(own)).decode())
+        """Cost tables of the rank that came first: all ranks read the same, and none waits for one that never comes.
+
+        Built-in prices may differ, as hosts of 3 and 5 ranks do. WorldError where TRITONDT_COSTS does.
+        """
+        given = environment.costs()
+        asked = None if given is None else json.loads(given)
+        text = json.dumps((self.identity.rank, asked, prices.to_json(own)))
+        first, theirs, tables = json.loads(self._store.compare_set("costs", "", text))
+        if theirs != asked:
+            raise WorldError(
+                f"rank {self.identity.rank} on {socket.gethostname()} has {_setting_of(asked)}, and rank {first} came "
+                f"first with {_setting_of(theirs)}; all ranks must plan alike until the process group ends: set "
+                "TRITONDT_COSTS alike on all hosts, or on none"
+            )
+        return prices.from_json(tables)
 
     @property
     def costs(self) -> CostTable:
@@ -174,12 +187,18 @@ class ProcessWorld:
         return found
 
     def set_timeout(self, ranks: Sequence[int], device_type: str, seconds: float) -> None:
-        """Sets how long this rank waits in an exchange of `ranks`, or inside their communicator, from now on."""
-        self.communicator(ranks, device_type).set_timeout(seconds)
-        around = tuple(sorted(ranks))
-        self._timeouts[around, device_type, ()] = seconds
-        for (_, other_type, inside), communicator in tuple(self._communicators.items()):
-            if (inside, other_type) == (around, device_type):
+        """Sets how long this rank waits in exchanges of `ranks`, or of some of them, from now on; waits for nobody.
+
+        Of several that were asked for, the latest counts.
+        """
+        if self._closed:
+            raise _ended()
+        asked = tuple(sorted(ranks))
+        self._timeouts.pop((asked, device_type), None)
+        self._timeouts[asked, device_type] = seconds
+        for key, communicator in tuple(self._communicators.items()):
+            is_own = key == (asked, device_type, ())  # one that has failed says so
+            if is_own or (_is_of(key, asked, device_type) and communicator.is_usable):
                 communicator.set_timeout(seconds)
 
     def _connected(self, ranks: tuple[int, ...], device_type: str, inside: tuple[int, ...]) -> Communicator:
@@ -192,8 +211,10 @@ class ProcessWorld:
             made = make(context)
             if isinstance(around, OrderedCommunicator) and isinstance(made, OrderedCommunicator):
                 around.contain(made)
-        if (timeout_s := self._timeouts.get((inside, device_type, ()))) is not None:
-            made.set_timeout(timeout_s)
+        for (asked, asked_type), timeout_s in reversed(self._timeouts.items()):
+            if _is_of((ranks, device_type, inside), asked, asked_type):
+                made.set_timeout(timeout_s)
+                break
         logs.world.info(
             "rank %d: %s for tensors on %s made of ranks %s",
             self.identity.rank,
@@ -320,7 +341,7 @@ class ProcessWorld:
 
     def close(self) -> None:
         """Ends all communicators; a collective call."""
-        self._closed = True
+        self._closed = self._watch.is_world_ending = True
         logs.world.info("rank %d: world of %d ranks closes", self.identity.rank, self.identity.size)
         try:
             self._end_rendezvous()  # before the others are met: the store may leave with one of them
@@ -406,6 +427,25 @@ def make_world(who: Identity) -> ProcessWorld:
 def _presence() -> dist.Store:
     store: Any = dist.distributed_c10d._get_default_store()
     return presence.of_group(store)
+
+
+def _is_of(key: _Key, ranks: tuple[int, ...], device_type: str) -> bool:
+    """Whether all that a communicator runs on, or is inside of, are among `ranks`, on such devices.
+
+    >>> _is_of(((2, 3), "cpu", ()), (0, 1, 2, 3), "cpu"), _is_of(((2, 3), "cpu", (0, 1, 2, 3)), (2, 3), "cpu")
+    (True, False)
+    """
+    own, own_type, inside = key
+    return own_type == device_type and set(inside or own).issubset(ranks)
+
+
+def _setting_of(costs: Any) -> str:
+    """TRITONDT_COSTS in an error message.
+
+    >>> _setting_of({"max_peers": 9}), _setting_of(None)
+    ('TRITONDT_COSTS={"max_peers": 9}', 'no TRITONDT_COSTS')
+    """
+    return "no TRITONDT_COSTS" if costs is None else f"TRITONDT_COSTS={json.dumps(costs)}"
 
 
 def _name_of(ranks: tuple[int, ...]) -> str:

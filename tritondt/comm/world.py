@@ -28,7 +28,8 @@ def set_timeout(mesh: "Mesh | DeviceMesh", seconds: float) -> None:
     """Sets the seconds that this rank waits for other ranks of `mesh` from now on; the default is TRITONDT_TIMEOUT, or
     300.
 
-    Not a collective call: ranks may wait for different times. WorldError for anything but a number above 0.
+    It holds for exchanges along some axes of the mesh, too; of several calls, the latest counts. Not a collective call:
+    ranks may wait for different times. WorldError for anything but a number above 0.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.sharding.mesh import Mesh

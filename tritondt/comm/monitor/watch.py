@@ -96,11 +96,15 @@ class Wait:
 
 
 class Watch:
-    """The watch over the waits of one rank; its thread starts with the first wait and ends with `close`."""
+    """The watch over the waits of one rank; its thread starts with the first wait and ends with `close`.
+
+    When all ranks end the world (`is_world_ending`), the store may end first: connections tell of a rank that fails.
+    """
 
     def __init__(self, client: StoreClient, rank: int) -> None:
         self._client, self._notices, self._rank = client, Notices(client, rank), rank
         self._waits: dict[int, Wait] = {}
+        self.is_world_ending = False
         self._ending = threading.RLock()  # nothing interrupts a wait that has ended: it would be the next one
         self._sources: list[Callable[[], Iterable[Wait]]] = []
         self._published: set[tuple[str, int]] = set()
@@ -236,7 +240,7 @@ class Watch:
             self.end(wait)
             return
         wait.looked = time.monotonic()
-        silent: SilentStoreError | None = None
+        silent: RuntimeError | None = None
         reason, has_expired = None, False
         try:
             self._publish(wait)
@@ -245,7 +249,10 @@ class Watch:
         except SilentStoreError as error:  # no news: the timeout will tell
             silent, has_expired = error, _late_s(wait) >= 0
         except RuntimeError as error:  # the store's process has gone, and with it all news
-            reason = self._without_news(wait, error)
+            if self.is_world_ending:
+                silent, has_expired = error, _late_s(wait) >= 0
+            else:
+                reason = self._without_news(wait, error)
         if reason is None and wait.is_timed and has_expired:
             if silent is None:
                 with suppress(SilentStoreError):  # all are suspects still

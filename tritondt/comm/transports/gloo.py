@@ -13,6 +13,7 @@ own thread drops the message. So every wait has its own limit, a little behind t
 """
 
 import ctypes
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,9 +32,9 @@ from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.transports.base import PackedCommunicator
-from tritondt.comm.transports.interfaces import asked_interface
+from tritondt.comm.transports.interfaces import asked_interface, own_interfaces
 from tritondt.comm.work import ThreadQueue
-from tritondt.errors import PeerError, WorldError
+from tritondt.errors import PeerError, TritondtError, WorldError
 
 # Gloo's own limit must never strike first: it closes every connection without saying why.
 TIMEOUT_FACTOR = 4
@@ -178,7 +179,7 @@ def close_connections(group: Any, place: int, size: int) -> None:
 def connected(context: ProcessContext, place: int) -> Any:
     """Gloo's group of the ranks of `context`, in which this one has that place.
 
-    PeerError where some do not come within the timeout, and as soon as one has failed or ended.
+    PeerError where some do not come within the timeout or cannot be reached, and as soon as one has failed or ended.
     """
     others = [other for other, rank in enumerate(context.ranks) if rank != context.rank]
     connection: Any = context.store
@@ -190,6 +191,15 @@ def connected(context: ProcessContext, place: int) -> Any:
         named = [context.ranks[other] for other in others]
         text = f"rank {context.rank} waited {context.timeout.total_seconds():g} s for ranks {named} to connect by Gloo"
         raise PeerError(text) from None
+    except RuntimeError as error:
+        if isinstance(error, TritondtError):
+            raise
+        # As where two hosts have given each other one address, of the loopback interface.
+        raise PeerError(
+            f"rank {context.rank} on {socket.gethostname()} could not connect by Gloo to ranks "
+            f"{[context.ranks[other] for other in others]}: {str(error).splitlines()[0]}; this host has "
+            f"{own_interfaces()}, and TRITONDT_SOCKET_IFNAME names the one whose address Gloo gives to other hosts"
+        ) from error
     found._set_default_timeout(context.timeout * TIMEOUT_FACTOR)
     return found
 

@@ -89,8 +89,7 @@ def asked_interface() -> str | None:
     found = interface_addresses()
     chosen = named.chosen(found)
     if not chosen:
-        has = ", ".join(f"{name} {address}" for name, address in found) or "none"
-        raise WorldError(f"{variable}={text!r} names no interface of this host; there are {has}")
+        raise WorldError(f"{variable}={text!r} names no interface of this host; there are {own_interfaces()}")
     return chosen[0][0]
 
 
@@ -106,8 +105,7 @@ def outer_addresses() -> list[str]:
 
 def no_address() -> str:
     """Clause of an error message that says why no address of this host can be given to another one."""
-    asked, found = asked_filter(), interface_addresses()
-    has = ", ".join(f"{name} {address}" for name, address in found) or "none"
+    asked, has = asked_filter(), own_interfaces()
     if asked is None:
         return f"its interfaces have no address that another host could reach: {has}"
     return f"{asked[0]}={asked[1]!r} names no interface with an address that another host could reach; there are {has}"
@@ -116,6 +114,14 @@ def no_address() -> str:
 def _is_reachable(address: str) -> bool:
     found = ip_address(address)
     return not (found.is_loopback or found.is_unspecified or (found.version == 6 and found.is_link_local))
+
+
+def own_interfaces() -> str:
+    """This host's interfaces and their addresses, in an error message."""
+    try:
+        return ", ".join(f"{name} {address}" for name, address in interface_addresses()) or "none"
+    except OSError as error:  # as where this process has no descriptor left
+        return f"interfaces that the system does not list ({error})"
 
 
 def interface_of(address: str) -> str:
@@ -139,8 +145,7 @@ def way_to(host: str) -> str:
     own = address_towards([host], [address for _, address in found])
     if own is not None:
         return f" from {interface_of(own)} {own}"
-    has = ", ".join(f"{name} {address}" for name, address in found) or "none"
-    return f", to which no interface of this host has a route; there are {has}"
+    return f", to which no interface of this host has a route; there are {own_interfaces()}"
 
 
 def address_towards(names: Iterable[str], allowed: Sequence[str]) -> str | None:
