@@ -71,22 +71,25 @@ class Transfer:
 
     def check_tensors(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Raises TransportError for tensors that this was not compiled for: too few, of another dtype, or too small."""
-        for side, tensors, needed in zip(("source", "target"), (sources, targets), self.needed_bytes, strict=True):
-            if len(tensors) != len(needed):
+        needed_of_sources, needed_of_targets = self.needed_bytes
+        self._check_side("source", sources, needed_of_sources)
+        self._check_side("target", targets, needed_of_targets)
+
+    def _check_side(self, side: str, tensors: Sequence[torch.Tensor], needed: Sequence[int]) -> None:
+        if len(tensors) != len(needed):
+            raise TransportError(
+                f"{self.description} was compiled for {len(needed)} {side}s and given {len(tensors)}; give it as many"
+            )
+        for number, tensor in enumerate(tensors):
+            own = tensor.dtype
+            dtype, itemsize = self.dtypes[number] if self.dtypes else own, own.itemsize
+            found = tensor.untyped_storage().nbytes() - tensor.storage_offset() * itemsize
+            if own is not dtype or found < needed[number]:
                 raise TransportError(
-                    f"{self.description} was compiled for {len(needed)} {side}s and given {len(tensors)}; give it as "
-                    "many"
+                    f"{self.description} was compiled for a {side} of {dtype} with {needed[number] // dtype.itemsize} "
+                    f"elements in memory, and given one of {own} with {max(found, 0) // itemsize}; give it tensors "
+                    "like those of its layouts, and resize none before the result is there"
                 )
-            for number, (tensor, num_bytes) in enumerate(zip(tensors, needed, strict=True)):
-                dtype = self.dtypes[number] if self.dtypes else tensor.dtype
-                start = tensor.storage_offset() * tensor.itemsize
-                found = max(0, tensor.untyped_storage().nbytes() - start)
-                if tensor.dtype is not dtype or found < num_bytes:
-                    raise TransportError(
-                        f"{self.description} was compiled for a {side} of {dtype} with {num_bytes // dtype.itemsize} "
-                        f"elements in memory, and given one of {tensor.dtype} with {found // tensor.itemsize}; give it "
-                        "tensors like those of its layouts, and resize none before the result is there"
-                    )
 
 
 @dataclass(slots=True)
