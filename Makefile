@@ -27,7 +27,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 CSRC := $(wildcard csrc/*/*.cpp csrc/*/*.h)
-CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/found_plan tests/doubles/fake_nccl/* tests/doubles/fake_cuda benchmarks/nccl/no_op_nccl benchmarks/nccl/stub_cuda benchmarks/collectives/mpi_loops,$(folder)/*.cpp $(folder)/*.h))
+CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/found_plan tests/doubles/fake_nccl/* tests/doubles/fake_cuda benchmarks/nccl/stub_cuda benchmarks/collectives/mpi_loops,$(folder)/*.cpp $(folder)/*.h))
 
 .DEFAULT_GOAL := help
 .PHONY: help venv compiled demo test test-all soak mutants nccl check check-style check-types check-stub check-warnings sanitize bench gpu gpu-kernels gpu-dry versions wheel docs format clean

@@ -65,7 +65,7 @@ def measure_on_rank(send: Callable[[object], None], cases: list[Case]) -> list[l
         for _ in range(_WARM_UP):
             run()
         found.append([_block(group, run, case.num_calls) for _ in range(_BLOCKS)])
-    carrying = group._router._cpu_group._levels.whole
+    carrying = group._router._cpu_group._carrier.whole
     assert isinstance(carrying, SharedMemoryCommunicator), "the ranks share no memory"
     return found
 

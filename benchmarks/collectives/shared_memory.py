@@ -60,7 +60,7 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> list[Me
         for size in request.sizes if collective != "barrier" else ("0K",):
             times = _measured(collective, int(size[:-1]) * UNITS[size[-1]], groups, request)
             found.append(Measured(collective, size, times))
-    carrying = groups[0]._router._cpu_group._levels.whole
+    carrying = groups[0]._router._cpu_group._carrier.whole
     assert isinstance(carrying, SharedMemoryCommunicator), "the ranks share no memory"
     return found
 

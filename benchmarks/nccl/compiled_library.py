@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def compiled_library(source: Path, library: Path, *flags: str) -> Path:
-    """The library, compiled where it is older than its source.
+    """The library, compiled where it is older than its source, or a header beside that.
 
     Several processes may ask at once, as ranks do: each finds a whole library or makes one, and the last one stays.
     """
-    written = source.stat().st_mtime
+    written = max(file.stat().st_mtime for file in (source, *source.parent.glob("*.h")))
     if not library.exists() or library.stat().st_mtime < written:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:

@@ -21,7 +21,7 @@ FULL = torch.arange(15.0).view(5, 3)
 Everywhere = Callable[..., Any]
 
 
-@pytest.fixture(scope="module", params=["threads", "sockets", "gloo", "nccl"])
+@pytest.fixture(scope="module", params=["threads", "sockets", "shared-memory", "gloo", "nccl"])
 def everywhere(request: pytest.FixtureRequest) -> Iterator[Everywhere]:
     """Runs a body on two ranks, in a world of its own."""
     if request.param == "threads":
@@ -213,7 +213,7 @@ def issue_from_two_threads(rank: int) -> str:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("transport", ["sockets", "gloo"])
+@pytest.mark.parametrize("transport", ["sockets", "shared-memory", "gloo"])
 def test_two_threads_cannot_exchange_at_once(transport: str) -> None:
     with GlooRanks(2, {"TRITONDT_TIMEOUT": "20", "TRITONDT_TRANSPORT": transport}) as ranks:
         text, _ = ranks.run(issue_from_two_threads)

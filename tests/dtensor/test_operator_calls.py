@@ -191,3 +191,27 @@ def test_an_alias_has_the_memory_of_what_a_view_views() -> None:
         assert aliases[0]._version == 1
 
     run_alone(body)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_local_tensor_that_is_resized_or_given_other_memory_is_not_that_of_the_operator(is_compiled: bool) -> None:
+    """What `from_local` is given and `to_local` gives are tensors of their own on the same memory."""
+
+    def body(mesh: T.Mesh) -> None:
+        def resize(local: torch.Tensor) -> None:
+            local.resize_(2, 2)
+
+        def replace(local: torch.Tensor) -> None:
+            local.data = torch.zeros(3, 3, dtype=torch.float64)
+
+        for change in (resize, replace):
+            given = torch.arange(8.0).view(4, 2)
+            x = T.DTensor.from_local(given, mesh, [T.Shard(0)])
+            for _ in range(2 if is_compiled else 0):
+                x.add(x)
+            change(given)
+            change(x.to_local())
+            found: Any = x.add(x)
+            torch.testing.assert_close(found.to_local(), torch.arange(8.0).view(4, 2) * 2, rtol=0, atol=0)
+
+    run_alone(body)

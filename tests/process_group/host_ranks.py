@@ -35,7 +35,7 @@ def random(seed: int) -> str:
     dist.all_gather_object(gathered, {"rank": rank})
     assert gathered == [{"rank": place} for place in range(size)]
     dist.barrier()
-    return type(dist.group.WORLD._router._cpu_group._levels.whole).__name__  # type: ignore[attr-defined]
+    return type(dist.group.WORLD._router._cpu_group._carrier.whole).__name__  # type: ignore[attr-defined]
 
 
 def as_on_gloo(how: int) -> list[str]:

@@ -29,7 +29,7 @@ def ranks(ranks_of: RanksOf) -> GlooRanks:
 
 
 def communicator_of(group: Any) -> Any:
-    return group._router._cpu_group._levels.whole
+    return group._router._cpu_group._carrier.whole
 
 
 def count_exchanges(rank: int) -> dict[str, int]:

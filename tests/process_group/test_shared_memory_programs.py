@@ -99,7 +99,7 @@ def make_groups_again(rank: int) -> list[str]:
         group: Any = dist.new_group(backend="tritondt")
         dist.all_reduce(own(rank), group=group)
         if number % 2:
-            group._router._cpu_group.abort()
+            group.abort()
         dist.destroy_process_group(group)
         del group
         gc.collect()
@@ -119,8 +119,8 @@ def destroy_in_a_child(rank: int) -> tuple[int, float]:
     child = os.fork()
     if child == 0:
         try:
-            group._router._cpu_group.abort()
-            group._router._cpu_group.close()
+            group.abort()
+            group.shutdown()
             with pytest.raises(T.WorldError, match="by a process forked from the one that made it"):
                 dist.all_reduce(own(rank), group=group)
             os._exit(0)

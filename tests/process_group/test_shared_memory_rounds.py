@@ -155,7 +155,7 @@ def run_case(rank: int, name: str) -> list[torch.Tensor]:
         patch.setattr(slots, "_PAST_CACHE_BYTES", 16 << 10)  # so that some results are written past the cache
         group: Any = dist.new_group(backend="tritondt")
         found = CASES[name](group, rank, size)
-    communicator = group._router._cpu_group._levels.whole
+    communicator = group._router._cpu_group._carrier.whole
     assert communicator is not None, "the ranks share no memory"
     assert communicator.traffic.num_sent + communicator.traffic.num_received > 0
     dist.destroy_process_group(group)

@@ -7,12 +7,13 @@ counts), so a transfer should be kept for as long as it may run again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
 
 from tritondt.comm.work import Run, Work
-from tritondt.errors import WorldError
+from tritondt.errors import TransportError, WorldError
 from tritondt.planning.collectives import Collective
 from tritondt.planning.exchange import Exchange
 from tritondt.planning.storage import Block
@@ -57,6 +58,38 @@ class Transfer:
     result_bytes: int = 0  # of this rank, where this writes a part of a tensor, or is one of a list of transfers
     # What each communicator that has exchanged it made of it.
     compiled: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def needed_bytes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes of memory that each source and each target has behind its first element, at least."""
+        of_sides = []
+        for blocks in (self.source_blocks, self.target_blocks):
+            ends = [max((each.end for each in own), default=0) for own in blocks]
+            of_sides.append(tuple(end * dtype.itemsize for end, dtype in zip(ends, self.dtypes, strict=True)))
+        sources, targets = of_sides
+        return sources, targets
+
+    def check_tensors(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Raises TransportError for tensors that this was not compiled for: too few, of another dtype, or too small."""
+        needed_of_sources, needed_of_targets = self.needed_bytes
+        self._check_side("source", sources, needed_of_sources)
+        self._check_side("target", targets, needed_of_targets)
+
+    def _check_side(self, side: str, tensors: Sequence[torch.Tensor], needed: Sequence[int]) -> None:
+        if len(tensors) != len(needed):
+            raise TransportError(
+                f"{self.description} was compiled for {len(needed)} {side}s and given {len(tensors)}; give it as many"
+            )
+        for number, tensor in enumerate(tensors):
+            own = tensor.dtype
+            dtype, itemsize = self.dtypes[number] if self.dtypes else own, own.itemsize
+            found = tensor.untyped_storage().nbytes() - tensor.storage_offset() * itemsize
+            if own is not dtype or found < needed[number]:
+                raise TransportError(
+                    f"{self.description} was compiled for a {side} of {dtype} with {needed[number] // dtype.itemsize} "
+                    f"elements in memory, and given one of {own} with {max(found, 0) // itemsize}; give it tensors "
+                    "like those of its layouts, and resize none before the result is there"
+                )
 
 
 @dataclass(slots=True)

@@ -21,6 +21,18 @@ class Block(NamedTuple):
     offset: int
     strides: tuple[int, ...]
 
+    @property
+    def end(self) -> int:
+        """The first element of the storage behind the block.
+
+        >>> Block((), (2, 3), 1, (5, 1)).end, Block((), (2, 0), 1, (5, 1)).end
+        (9, 0)
+        """
+        if 0 in self.lengths:
+            return 0
+        pairs = zip(self.lengths, self.strides, strict=True)
+        return self.offset + 1 + sum((length - 1) * stride for length, stride in pairs)
+
 
 class Joint(NamedTuple):
     """A box that several storages hold: its lengths, and per storage (offset, strides), in elements."""

@@ -4,7 +4,7 @@ A description says what is to be where, once for all transports; each has a comp
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # A tensor by its number among sources or targets, its first byte, and bytes.
 Span = tuple[int, int, int]
@@ -15,10 +15,10 @@ SHORT_BYTES = 64 << 10
 
 
 class Reduction(NamedTuple):
-    """A reduction as the extension names it: of elements of `itemsize` bytes, divided once."""
+    """A reduction as its carrier names it, the extension or NCCL: of elements of `itemsize` bytes, divided once."""
 
     dtype: str
-    op: str
+    op: Any
     divisor: int
     itemsize: int
 
@@ -195,6 +195,19 @@ def reduce_scatter_even(own: int, size: int, num_bytes: int, reduction: Reductio
 def is_short(num_bytes: int, size: int) -> bool:
     """Whether a reduction over sockets of so many bytes on each rank is one exchange."""
     return num_bytes * (size - 1) <= SHORT_BYTES
+
+
+def rows_of_ranks(counts: Sequence[int], itemsize: int) -> tuple[PeerSpan, ...]:
+    """Parts of one tensor, end to end, by rank, of so many elements.
+
+    >>> rows_of_ranks([1, 2], 4)
+    ((0, (0, 0, 4)), (1, (0, 4, 8)))
+    """
+    starts = [sum(counts[:number]) for number in range(len(counts))]
+    return tuple(
+        (number, (0, start * itemsize, count * itemsize))
+        for number, (start, count) in enumerate(zip(starts, counts, strict=True))
+    )
 
 
 def cut(num_bytes: int, size: int, itemsize: int) -> list[Span]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tritondt.process_group import checks, collective
-from tritondt.process_group.collective import Collective, PeerSpan, Reduction
+from tritondt.process_group.collective import Collective, Reduction
 from tritondt.process_group.naming import PRE_MUL_SUM, number_of, op_name, refusal_of_op, text_of
 from tritondt.process_group.staging import (
     Copies,
@@ -363,18 +363,9 @@ def _all_to_all_key(
     sent = checks.split_sizes(asked, "input", given, input_rows, size)
     received = checks.split_sizes(asked, "output", output, output_rows, size)
     checks.check_sizes(asked, "an output", received[own], sent[own], "what this rank sends itself")
-    leaving, coming = (_spans(counts, given.itemsize) for counts in (sent, received))
+    leaving, coming = (collective.rows_of_ranks(counts, given.itemsize) for counts in (sent, received))
     # Spans differ from rank to rank, and with them who has a program already: what its text says is all in the key.
     return collective.all_to_all, (given.dtype, 1), leaving, coming
-
-
-def _spans(counts: Sequence[int], itemsize: int) -> tuple[PeerSpan, ...]:
-    """Parts of one tensor by rank, of so many elements."""
-    starts = [sum(counts[:number]) for number in range(len(counts))]
-    return tuple(
-        (number, (0, start * itemsize, count * itemsize))
-        for number, (start, count) in enumerate(zip(starts, counts, strict=True))
-    )
 
 
 def _barrier(asked: Asked, own: int, size: int, opts: Any) -> Call:

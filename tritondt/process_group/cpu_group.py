@@ -1,55 +1,32 @@
 """The part of a process group that carries tensors on the CPU: through shared memory, or over sockets."""
 
-import os
 import threading
 from collections.abc import Callable, Hashable
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
-from tritondt.comm import world
 from tritondt.comm.process_world import ProcessWorld
-from tritondt.comm.store import presence
-from tritondt.errors import ForkedError, WorldError
 from tritondt.process_group import levels
 from tritondt.process_group.collective import nothing
 from tritondt.process_group.cpu_collectives import Asked, Call, Step, run_alone, write_copies
 from tritondt.process_group.cpu_works import FinishedWork, QueuedCollective
+from tritondt.process_group.group_on_cpu import GroupOnCpu
 from tritondt.process_group.levels import Levels, Program
 
 # Programs that are kept, the latest ones: some kilobytes each.
 _MOST_PROGRAMS = 1024
-_groups: "WeakSet[CpuGroup]" = WeakSet()
 
 
-def _after_fork() -> None:
-    for group in list(_groups):
-        group.disown()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-class CpuGroup:
+class CpuGroup(GroupOnCpu[Levels]):
     """One rank's part in a process group; `ranks` are the group's, as ranks of the world."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], group_rank: int, timeout: timedelta) -> None:
-        self._name, self._ranks, self._own, self.timeout = name, ranks, group_rank, timeout
+        super().__init__(name, ranks, group_rank, timeout)
         self._size = len(ranks)
-        self._turn = threading.Lock()
         self._runner = 0  # the thread that runs what was issued, and what follows from that
-        self._world: ProcessWorld | None = None
-        self._levels: Levels | None = None
         self._made: dict[Hashable, Program] = {}
         self._timeout_s = timeout.total_seconds()
-        self._ended = ""
-        _groups.add(self)
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the ranks have run something."""
-        return self._levels is not None
 
     def run(self, _kind: str, call: Call, asked: Asked, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """The Work of a collective, which has run unless the options, `arguments`' last, ask for it asynchronously."""
@@ -137,46 +114,8 @@ class CpuGroup:
             program = self._made[key] = found.compiled(described, num_tensors, str(asked))
         return program
 
-    def _check_open(self, asked: Asked) -> None:
-        if self._ended:
-            raise WorldError(f"{asked} was asked of {self._name}, which {self._ended}; make a new one")
-
-    def _current(self, asked: Asked) -> Levels:
-        """The communicators, made by the first call of all ranks."""
-        self._check_open(asked)
-        if self._world is None or self._world.is_closed or self._levels is None:
-            found = world.current()
-            if not isinstance(found, ProcessWorld):
-                raise WorldError("a process group was used by a rank that is a thread; it connects processes")
-            made = levels.connect(
-                found, f"{self._name}{presence.PART_OF_GROUP}the CPU", self._ranks, self._own, self.timeout
-            )
-            self._levels, self._world, self._timeout_s = made, found, self.timeout.total_seconds()
-            self._made.clear()
-            found.keep(self._name, made)
-        return self._levels
-
-    def disown(self) -> None:
-        """Closes this process's connections, which a fork copied: the others must notice when the parent dies."""
-        self._turn, self._ended = threading.Lock(), "is the parent's of this process, which was forked from it"
-        if self._levels is not None:
-            self._levels.disown(ForkedError(f"{self._name} {self._ended}"))
-
-    def abort(self) -> None:
-        """Ends the group without waiting for the others."""
-        self._ended = self._ended or "was aborted"
-        if self._levels is not None:
-            self._levels.abort()
-        self._forget()
-
-    def close(self) -> None:
-        """Waits for all that was issued, and ends the group."""
-        self._ended = self._ended or "was destroyed"
-        if self._levels is not None:
-            self._levels.close()
-        self._forget()
-
-    def _forget(self) -> None:
-        """Lets go of what has ended: a program may make and destroy groups for as long as its world lasts."""
-        if self._world is not None:
-            self._world.forget(self._name)
+    def _connected(self, found: ProcessWorld, name: str) -> Levels:
+        made = levels.connect(found, name, self._ranks, self._own, self.timeout)
+        self._timeout_s = self.timeout.total_seconds()
+        self._made.clear()
+        return made

@@ -1,21 +1,16 @@
 """The part of a process group that Gloo carries on the CPU, by its own operations: TRITONDT_TRANSPORT=gloo."""
 
-import os
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
 
 import torch
 
-from tritondt.comm import world
 from tritondt.comm.process_world import ProcessWorld
-from tritondt.comm.store import presence
-from tritondt.errors import ForkedError, WorldError
 from tritondt.process_group.cpu_collectives import Asked, Call, run_alone
 from tritondt.process_group.cpu_works import FinishedWork
 from tritondt.process_group.gloo_connection import GlooConnection, GlooWork
+from tritondt.process_group.group_on_cpu import GroupOnCpu
 from tritondt.process_group.staging import NewCopies, as_real, copy_back, flattened, is_plain, staged
 
 # Collectives whose complex tensors torch does not take apart beforehand, as others', and of which Gloo knows none.
@@ -28,27 +23,10 @@ _BY_ELEMENTS = frozenset(
     }
 )
 _CHANGED = _NOT_TAKEN_APART | _BY_ELEMENTS
-_groups: "WeakSet[GlooGroup]" = WeakSet()
 
 
-def _after_fork() -> None:
-    for group in list(_groups):
-        group.disown()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-class GlooGroup:
+class GlooGroup(GroupOnCpu[GlooConnection]):
     """One rank's part in a process group; `ranks` are the group's, as ranks of the world."""
-
-    def __init__(self, name: str, ranks: tuple[int, ...], group_rank: int, timeout: timedelta) -> None:
-        self._name, self._ranks, self._own, self._timeout = name, ranks, group_rank, timeout
-        self._turn = threading.Lock()
-        self._world: ProcessWorld | None = None
-        self._connection: GlooConnection | None = None
-        self._ended = ""
-        _groups.add(self)
 
     @property
     def timeout(self) -> timedelta:
@@ -58,13 +36,8 @@ class GlooGroup:
     @timeout.setter
     def timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        if self._connection is not None:
-            self._connection.set_timeout(timeout)
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the ranks have run something."""
-        return self._connection is not None
+        if self._carrier is not None:
+            self._carrier.set_timeout(timeout)
 
     def run(self, kind: str, call: Call, asked: Asked, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """The Work of a collective, a method of torch's group over Gloo with these arguments, the options last."""
@@ -103,48 +76,9 @@ class GlooGroup:
             with self._turn:
                 self._current(asked).refuse(error)
 
-    def _check_open(self, asked: Asked) -> None:
-        if self._ended:
-            raise WorldError(f"{asked} was asked of {self._name}, which {self._ended}; make a new one")
-
-    def _current(self, asked: Asked) -> GlooConnection:
-        """The connection, made by the first call of all ranks."""
-        if self._connection is None or self._ended or self._world is None or self._world.is_closed:
-            self._check_open(asked)
-            found = world.current()
-            if not isinstance(found, ProcessWorld):
-                raise WorldError("a process group was used by a rank that is a thread; it connects processes")
-            name, ranks = f"{self._name}{presence.PART_OF_GROUP}the CPU", tuple(sorted(self._ranks))
-            with found.joining(name, ranks, self._timeout) as context:
-                made = GlooConnection(context, self._ranks, self._own)
-            self._connection, self._world = made, found
-            found.keep(self._name, made)
-        return self._connection
-
-    def disown(self) -> None:
-        """Refuses all further use in a forked process."""
-        self._turn, self._ended = threading.Lock(), "is the parent's of this process, which was forked from it"
-        if self._connection is not None:
-            self._connection.disown(ForkedError(f"{self._name} {self._ended}"))
-
-    def abort(self) -> None:
-        """Ends the group without waiting for the others."""
-        self._ended = self._ended or "was aborted"
-        if self._connection is not None:
-            self._connection.abort()
-        self._forget()
-
-    def close(self) -> None:
-        """Waits for all that was issued, and ends the group."""
-        self._ended = self._ended or "was destroyed"
-        if self._connection is not None:
-            self._connection.close()
-        self._forget()
-
-    def _forget(self) -> None:
-        """Lets go of what has ended: a program may make and destroy groups for as long as its world lasts."""
-        if self._world is not None:
-            self._world.forget(self._name)
+    def _connected(self, found: ProcessWorld, name: str) -> GlooConnection:
+        with found.joining(name, tuple(sorted(self._ranks)), self._timeout) as context:
+            return GlooConnection(context, self._ranks, self._own)
 
 
 def _memory_of(kind: str, arguments: tuple[Any, ...], copies: NewCopies, own: int) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import torch
 
 from tritondt.process_group.debug_compare import Parts
 from tritondt.process_group.naming import PRE_MUL_SUM, described, number_of
-from tritondt.process_group.nccl_calls import lie_end_to_end
+from tritondt.process_group.nccl_programs import lie_end_to_end
 from tritondt.process_group.operation import Operation
 
 Tensors = Sequence[torch.Tensor]

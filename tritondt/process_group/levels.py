@@ -19,7 +19,7 @@ from tritondt.kernels.memory import allocate
 from tritondt.planning.exchange import Exchange
 from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.process_group import shared_memory_programs, socket_programs, two_levels
-from tritondt.process_group.collective import Collective, TermExchange
+from tritondt.process_group.collective import Collective, PeerSpan, TermExchange
 from tritondt.process_group.shared_memory_programs import Members
 from tritondt.process_group.two_levels import MOST_STAGES, Division, Hosts, Stage
 
@@ -80,23 +80,32 @@ class Levels:
     def compiled(self, collective: Collective, num_tensors: tuple[int, int], description: str) -> Program:
         """A collective of so many sources and targets as exchanges."""
         fingerprint = exchange_fingerprint(f"{description} {self._ranks}")
+        sources = _ends(collective.sends, num_tensors[0])
+        targets = _ends(collective.receives, num_tensors[1])
 
-        def transfer(plan: Plan, number: int = 0) -> ProgramTransfer:
-            return ProgramTransfer(_NOTHING, (), (), (), (), fingerprint + number, description, plan=plan)
+        def transfer(plan: Plan, number: int, *needed: tuple[int, ...]) -> ProgramTransfer:
+            read, written = needed
+            return ProgramTransfer(
+                _NOTHING, (), (), (), (), fingerprint + number, description, plan=plan, ends=(read, written)
+            )
 
         staged = two_levels.stages(collective, self._hosts, *num_tensors)
         if staged is not None:
+            everything = (*sources, *targets, staged.scratch_bytes)
             parts, counts = list[Part](), [0, 0]  # a host may have more stages inside than another one
             for stage in staged.stages:
-                parts.append(Part(transfer(self._plan(stage), counts[stage.is_near]), "list", stage.is_near))
+                made = transfer(self._plan(stage), counts[stage.is_near], everything, everything)
+                parts.append(Part(made, "list", stage.is_near))
                 counts[stage.is_near] += 1
             return Program(tuple(parts), staged.scratch_bytes, staged.divisions)
         if isinstance(self.whole, SharedMemoryCommunicator):
-            return Program((Part(transfer(_in_slots(collective, self.whole, self._ranks))),))
+            return Program((Part(transfer(_in_slots(collective, self.whole, self._ranks), 0, sources, targets)),))
         exchanges = socket_programs.compiled(collective, _places(self.whole, self._ranks))
         return Program(
             tuple(
-                Part(transfer(exchange.plan, number), "targets" if exchange.reads_targets else "sources")
+                Part(transfer(exchange.plan, number, targets, targets), "targets")
+                if exchange.reads_targets
+                else Part(transfer(exchange.plan, number, sources, targets))
                 for number, exchange in enumerate(exchanges)
             )
         )
@@ -220,6 +229,15 @@ def _divide(division: Division, tensors: Tensors) -> None:
             for number, start, num_bytes in (division.source, division.target)
         )
         torch.div(source, division.reduction.divisor, out=target)
+
+
+def _ends(spans: Sequence[PeerSpan], num_tensors: int) -> tuple[int, ...]:
+    """The first bytes of so many tensors behind all their spans."""
+    ends = [0] * num_tensors
+    for _, (tensor, start, num_bytes) in spans:
+        if num_bytes:  # else of no tensor: there may be none
+            ends[tensor] = max(ends[tensor], start + num_bytes)
+    return tuple(ends)
 
 
 def _places(communicator: SocketCommunicator, ranks: Sequence[int]) -> tuple[int, ...]:

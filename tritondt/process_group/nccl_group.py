@@ -13,7 +13,7 @@ from tritondt.comm import world
 from tritondt.comm.process_world import ProcessWorld
 from tritondt.comm.work import again
 from tritondt.errors import WorldError
-from tritondt.process_group.nccl_calls import GroupRank
+from tritondt.process_group.nccl_programs import GroupRank
 from tritondt.process_group.operation import Operation, Request, merged
 from tritondt.process_group.operations import OperationCache
 from tritondt.process_group.stream import CollectiveStream, NcclDevice, P2PStream

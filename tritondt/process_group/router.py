@@ -31,8 +31,8 @@ from tritondt.process_group.kinds import Kind
 from tritondt.process_group.mailbox import ANY, Mailbox
 from tritondt.process_group.monitored_barrier import MonitoredBarrier
 from tritondt.process_group.naming import text_of
-from tritondt.process_group.nccl_calls import GroupRank
 from tritondt.process_group.nccl_group import NcclGroup
+from tritondt.process_group.nccl_programs import GroupRank
 from tritondt.process_group.operations import OperationCache
 from tritondt.process_group.stream import nccl_devices
 

@@ -25,10 +25,10 @@ _REPOSITORY = Path(__file__).parents[3]
 
 
 def build() -> Path:
-    """The library, compiled where it is older than its source."""
-    source = Path(__file__).parent / "no_op_nccl.cpp"
+    """The library, compiled where it is older than its source: the tests' that records calls, which records none."""
+    source = _REPOSITORY / "tests" / "csrc" / "nccl" / "recording_nccl.cpp"
     library = _REPOSITORY / "build" / "no_op_nccl" / "libnccl.so.2"
-    return compiled_library(source, library, f"-I{_REPOSITORY / 'csrc'}")
+    return compiled_library(source, library, f"-I{_REPOSITORY / 'csrc'}", "-DRECORDING_NOTHING")
 
 
 class NoOpEvent:

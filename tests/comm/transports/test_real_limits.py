@@ -17,7 +17,7 @@ import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
 from tests.harness.limits import become_ordinary, in_thread, limited
 from tritondt.comm import world
-from tritondt.process_group import cpu_group
+from tritondt.process_group import group_on_cpu
 
 RANKS = 3
 # Stacks of 8 MB of an ended world's threads leave room while a limit on memory holds, so an arena is larger than those
@@ -138,9 +138,9 @@ def gathered(seen: Seen, group: Any) -> None:
     dist.all_gather_into_tensor(found, torch.full((1,), 10.0 + dist.get_rank()), group=group)
     seen.values.append(found.tolist())
     name = f"process group {group.group_name}"
-    (made,) = [each for each in cpu_group._groups if each._name == name]
-    assert made._levels is not None
-    seen.communicators.append(type(made._levels.whole).__name__)
+    (made,) = [each for each in group_on_cpu._groups if each._name == name]
+    assert made._carrier is not None
+    seen.communicators.append(type(made._carrier.whole).__name__)
 
 
 @pytest.mark.in_core(1)

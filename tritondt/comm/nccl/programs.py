@@ -11,14 +11,11 @@ from typing import NamedTuple
 import torch
 
 from tritondt._C import ExchangeProgram, NcclCommunicator
-from tritondt.comm.communicator import Transfer
 from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.nccl.stream_engine import StreamEngine
 from tritondt.comm.packing.packed_transfer import PackedTransfer, buffer_places
 from tritondt.comm.work import run_at_once
-from tritondt.errors import TransportError
 from tritondt.planning.alignment import Alignment
-from tritondt.planning.storage import Block
 
 # Classes of tensors whose memory holds their values.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -68,35 +65,6 @@ def exchange_program(
     before, after = _launches(plan)
     made.set_launches(before, after, plan.pack is not None, plan.keep is not None, packed_at)
     return StreamProgram(made, plan, record, num_bytes)
-
-
-def check_tensors(
-    transfer: Transfer, tensors: Sequence[torch.Tensor], blocks: Sequence[Sequence[Block]], side: str
-) -> None:
-    """Raises TransportError for tensors that a transfer was not compiled for: of another dtype, or too small."""
-    if len(tensors) != len(blocks):
-        raise TransportError(
-            f"{transfer.description} was compiled for {len(blocks)} {side}s and given {len(tensors)}; give it as many"
-        )
-    for tensor, own, dtype in zip(tensors, blocks, transfer.dtypes, strict=True):
-        needed = max((_end(block) for block in own), default=0)
-        found = max(0, tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset())
-        if tensor.dtype is not dtype or found < needed:
-            raise TransportError(
-                f"{transfer.description} was compiled for a {side} of {dtype} with {needed} elements in memory, and "
-                f"given one of {tensor.dtype} with {found}; give it tensors like those of its layouts"
-            )
-
-
-def _end(block: Block) -> int:
-    """The first element of memory behind a block."""
-    if 0 in block.lengths:
-        return 0
-    return (
-        block.offset
-        + 1
-        + sum((length - 1) * stride for length, stride in zip(block.lengths, block.strides, strict=True))
-    )
 
 
 def _launches(plan: PackedTransfer) -> tuple[list[_Launch], list[_Launch]]:

@@ -42,9 +42,15 @@ class ArenaTransfer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ProgramTransfer(Transfer):
-    """A transfer of whole tensors that is made as a program, or as messages: it has no boxes."""
+    """A transfer of whole tensors that is made as a program, or as messages: it has no boxes, and moves bytes."""
 
     plan: ArenaTransfer | PackedTransfer | None = None
+    ends: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # of its bytes in each source and in each target
+
+    @property
+    def needed_bytes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes of memory that each source and each target has behind its first element, at least."""
+        return self.ends
 
 
 def arena_transfer(transfer: Transfer, num_ranks: int, chunk_bytes: int, num_cores: int) -> ArenaTransfer:

@@ -395,6 +395,17 @@ class PackedCommunicator(OrderedCommunicator):
     def _bytes_of(self, content: bytes) -> torch.Tensor:
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
+    def _check_tensors(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
+    ) -> None:
+        try:
+            self._check_devices(sources, transfer)
+            transfer.check_tensors(sources, targets)
+        except TransportError as error:
+            self._check_usable(transfer.description)
+            self._refuse(error)
+            raise
+
     def _check_devices(self, tensors: Sequence[torch.Tensor], transfer: Transfer) -> None:
         for tensor in tensors:
             if tensor.device.type not in self.device_types:

@@ -18,7 +18,7 @@ from tritondt.comm.communicator import Transfer
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import PACK, SEND, UNPACK, ExchangeRecord
 from tritondt.comm.nccl.library import nccl_library
-from tritondt.comm.nccl.programs import Issuer, StreamProgram, check_tensors, exchange_program, has_program
+from tritondt.comm.nccl.programs import Issuer, StreamProgram, exchange_program, has_program
 from tritondt.comm.nccl.stream_engine import InFlight, StreamEngine
 from tritondt.comm.nccl.stream_queue import StreamQueue
 from tritondt.comm.nccl.streams import CudaStreams, Streams
@@ -111,19 +111,6 @@ class NcclCommunicator(PackedCommunicator):
         super()._exchange(sources, targets, transfer, site)
         if program is ...:
             self._make_program(sources, targets, transfer)
-
-    def _check_tensors(
-        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
-    ) -> None:
-        """Refuses tensors that are not what the transfer was compiled for; the others hear why at once."""
-        try:
-            self._check_devices(sources, transfer)
-            check_tensors(transfer, sources, transfer.source_blocks, "source")
-            check_tensors(transfer, targets, transfer.target_blocks, "target")
-        except TransportError as error:
-            self._check_usable(transfer.description)
-            self._refuse(error)
-            raise
 
     def _make_program(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer

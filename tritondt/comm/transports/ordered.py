@@ -79,6 +79,8 @@ class OrderedCommunicator(Closable, ABC):
         """Runs this rank's side of `transfer`; see `tritondt.comm.communicator.Communicator`."""
         queue = self._queue
         if queue.thread_id == threading.get_ident():
+            if not queue.runs_at_once:  # the tensors were looked at when this was issued, and may have changed since
+                self._check_tensors(sources, targets, transfer)
             self._exchange(sources, targets, transfer, self._issued_at)
             return
         if not self._turn.acquire(False):
@@ -100,6 +102,12 @@ class OrderedCommunicator(Closable, ABC):
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer, site: int
     ) -> None:
         """Runs an exchange that the line `site` of the program has asked for."""
+
+    @abstractmethod
+    def _check_tensors(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
+    ) -> None:
+        """Refuses tensors that are not what the transfer was compiled for; the others hear why at once."""
 
     def prepare(self, transfers: Sequence[Transfer]) -> None:
         """Does nothing: transfers are compiled when they are first exchanged."""
