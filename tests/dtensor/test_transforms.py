@@ -44,6 +44,8 @@ DERIVED = {
     "cube": lambda x: (x**3).sum(),
     "linear": lambda x: (x * 3).sum(),  # the second derivative is one of torch's tensors of zeros without memory
     "relu": lambda x: torch.relu(x - 0.3).square().sum(),
+    # A constant's tangent comes to the product as zeros, which are plain.
+    "matmul": lambda x: (x.mT @ x.detach()).sum(),
 }
 
 

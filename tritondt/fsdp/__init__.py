@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from tritondt.fsdp.extensions import DTensorExtensions, register_fsdp_extensions
 from tritondt.fsdp.fully_shard import fully_shard
 from tritondt.fsdp.host_mesh import init_host_mesh
-from tritondt.fsdp.module import FSDPModule, UnshardHandle
+from tritondt.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
 
 __all__ = [
     "DTensorExtensions",
@@ -24,4 +24,5 @@ __all__ = [
     "fully_shard",
     "init_host_mesh",
     "register_fsdp_extensions",
+    "register_fsdp_forward_method",
 ]

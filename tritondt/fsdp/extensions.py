@@ -76,8 +76,7 @@ class DTensorExtensions(TorchExtensions):
             data = data._replace(is_whole=True)
         parameter = nn.Parameter(values, requires_grad=False)
         found = ShardedParameter([User(nn.Module(), "", "a tensor of a state dict")], parameter, data, 0, None)
-        assert found.initial is not None, "what a parameter starts with is its shard"
-        return DTensor(found.initial.clone(), found.spec)
+        return DTensor(found.shard.clone(), found.spec)
 
     def chunk_tensor(
         self,

@@ -14,7 +14,7 @@ import torch
 
 from tritondt.comm.work import Work
 from tritondt.dtensor.pending import forget_prefetched
-from tritondt.dtensor.writes import MEMORY, Watch, memory_of
+from tritondt.dtensor.writes import Watch, memory_of
 from tritondt.errors import FullyShardError
 from tritondt.fsdp.flat_layout import FlatLayout
 from tritondt.fsdp.meshes import DataMesh
@@ -110,7 +110,7 @@ class FlatParameters:
         # By the number of ranks among which parts are kept, and this rank's one while it is.
         self._fewer: dict[int, Parts] = {}
         self._kept: tuple[Parts, torch.Tensor] | None = None
-        self.device = self._initial(0).device
+        self.device = parameters[0].shard.device
         self.shard = self._place_shards()
         self._whole = self._place_whole()
         self._gathered: tuple[Parts, torch.Tensor, Work | None] | None = None
@@ -126,19 +126,11 @@ class FlatParameters:
     def _parts_on(self, data: DataMesh) -> Parts:
         return Parts(self.parameters, data, self._offsets, self.dtype_computed)
 
-    def _initial(self, number: int) -> torch.Tensor:
-        found = self.parameters[number].initial
-        assert found is not None, f"{self.parameters[number].name} is placed once"
-        return found
-
     def _place_shards(self) -> torch.Tensor:
         """Flat tensor of this rank's shards, on which the sharded parameters lie."""
         flat = allocate((self.layout.lengths[self.rank],), self.dtype, self.device)
         for parameter, place in zip(self.parameters, self.layout.of_rank(self.rank), strict=True):
-            assert parameter.initial is not None, f"{parameter.name} is placed once"
-            shard = flat[place.offset : place.offset + prod(place.shape)].view(place.shape)
-            shard.copy_(parameter.initial)
-            parameter.place_shard(shard)
+            parameter.place_shard(flat[place.offset : place.offset + prod(place.shape)].view(place.shape))
         return flat
 
     def _place_whole(self) -> torch.Tensor:
@@ -147,7 +139,8 @@ class FlatParameters:
         for parameter, offset in zip(self.parameters, self._offsets, strict=False):
             shape = parameter.member.shape
             parameter.place_whole(flat.as_strided(shape, dense_strides(shape), offset))
-        reallocate(flat, 0)
+        if not flat.is_meta:
+            reallocate(flat, 0)
         return flat
 
     @property
@@ -158,6 +151,7 @@ class FlatParameters:
     def gather(self) -> None:
         """Issues the gather of what the shards hold now, unless that is under way or here: a collective call."""
         try:
+            self._check_device()
             check_memory(self.shard, "a gather of fully_shard")
             self._adopt()
         except Exception as error:
@@ -183,6 +177,14 @@ class FlatParameters:
         if self.dtype is not self.dtype_computed:
             source = source.to(self.dtype_computed)
         self._gathered = self._shards, *self._shards.issue_gather(source)
+
+    def _check_device(self) -> None:
+        if self.device.type != self.data.mesh.device_type:
+            raise FullyShardError(
+                f"{self.parameters[0].name} is on {self.device}, and the mesh on {self.data.mesh.device_type}; before "
+                f"forward move the module there by model.to(device), or from meta by model.to_empty(device=...) with "
+                "values set after it, or load_state_dict(distributed tensors, assign=True)"
+            )
 
     def wait(self) -> None:
         """Puts what was gathered in its place; PeerError and MismatchError where the gather failed."""
@@ -264,20 +266,21 @@ class FlatParameters:
                     kind = "None" if found is None else getattr(found, "_spec", f"one of shape {tuple(found.shape)}")
                     raise FullyShardError(
                         f"{parameter.name} was sharded as {parameter.spec} and is {kind} now; allowed are parameters "
-                        "of this layout and dtype: load a state dict of distributed tensors, convert the module before "
-                        "fully_shard, and torch.func.functional_call takes distributed tensors, too"
+                        "of this layout and dtype: load a state dict of distributed tensors, convert the module that "
+                        "fully_shard was given, and torch.func.functional_call takes distributed tensors, too"
                     )
                 if found is not parameter.sharded:
                     self._num_adoptions += 1
                     parameter.replace(found)
-            sharded: Any = parameter.sharded
-            local = sharded._local_tensor
+            local = parameter.shard
             held = self.shard[place.offset : place.offset + prod(place.shape)].view(place.shape)
             if local.data_ptr() != held.data_ptr() and local.numel():
-                with torch.no_grad():
-                    held.copy_(local)
-                sharded._local_tensor = held
-                vars(sharded).pop(MEMORY, None)
+                if local.device != self.device:
+                    raise FullyShardError(
+                        f"{parameter.name} is on {local.device}, and the parameters that were sharded with it on "
+                        f"{self.device}; move the module there by model.to({self.device.type!r})"
+                    )
+                parameter.place_shard(held)
 
 
 def aligned_length(shape: Sequence[int]) -> int:

@@ -211,10 +211,10 @@ def _check_parameter(name: str, parameter: nn.Parameter, data: DataMesh) -> None
             f"{name} is a {type(parameter.data).__name__}, whose class says what its operators do, and shards are cut "
             "from plain memory; allowed are plain tensors (x.dequantize()), or put it in ignored_params"
         )
-    if parameter.device.type != data.mesh.device_type:
+    if parameter.device.type not in (data.mesh.device_type, "meta"):
         raise FullyShardError(
             f"{name} is on {parameter.device}, and the mesh on {data.mesh.device_type}; move the module there before, "
-            "as by model.to(device), or model.to_empty(device=...) from meta"
+            "as by model.to(device), or to meta, for model.to_empty(device=...) after fully_shard"
         )
 
 

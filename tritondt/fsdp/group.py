@@ -37,15 +37,39 @@ class ParameterGroup:
 
     def __init__(self, parameters: Sequence[ShardedParameter], data: DataMesh, param_dtype: torch.dtype | None) -> None:
         self.parameters = list(parameters)
-        of_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
-        for parameter in parameters:
-            of_dtype.setdefault(parameter.spec.dtype, []).append(parameter)
+        self._data, self._param_dtype = data, param_dtype
+        # Reductions of the pass that runs, and of earlier ones whose results nobody has asked for.
+        self._under_way: list[tuple[Reduced, int]] = []
+        self._postponed: list[tuple[Reduced, int]] = []
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Puts the parameters in flat tensors of those of one dtype and device."""
+        alike: dict[tuple[torch.dtype, torch.device], list[ShardedParameter]] = {}
+        for parameter in self.parameters:
+            alike.setdefault((parameter.spec.dtype, parameter.shard.device), []).append(parameter)
         self.flats = [
-            FlatParameters(found, data, param_dtype if dtype.is_floating_point else None)
-            for dtype, found in of_dtype.items()
+            FlatParameters(found, self._data, self._param_dtype if dtype.is_floating_point else None)
+            for (dtype, _), found in alike.items()
         ]
         self._reductions = [GradientReduction(flat) for flat in self.flats]
-        self._under_way: list[tuple[Reduced, int]] = []
+        self._is_on_meta = any(flat.device.type == "meta" for flat in self.flats)
+
+    def convert(self) -> None:
+        """Lays the group out anew where its parameters have another device or dtype now, as after to_empty."""
+        if sum(parameter.convert() for parameter in self.parameters):
+            self.free()
+            self._lay_out()
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks whose gradients are added up."""
+        return len(self._data.mesh.ranks)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several ranks have the same shards."""
+        return self.num_ranks > self._data.mesh.shape[self._data.shard_axis]
 
     @property
     def is_whole(self) -> bool:
@@ -55,6 +79,8 @@ class ParameterGroup:
     @_outside_modes
     def issue_gather(self) -> None:
         """Issues the gather of the parameters, unless they are here or under way: a collective call."""
+        if self._is_on_meta:  # and given parameters since, as by load_state_dict(assign=True)
+            self.convert()
         for flat in self.flats:
             flat.gather()
 
@@ -93,10 +119,15 @@ class ParameterGroup:
             if found is not None:
                 self._under_way.append((found, flat.rank))
 
+    def postpone_reductions(self) -> None:
+        """Leaves the results of the reductions to the next `finish_reductions`."""
+        self._postponed += self._under_way
+        self._under_way = []
+
     @_outside_modes
     def finish_reductions(self) -> None:
         """Waits for all reductions; their results are added to the gradients of the sharded parameters."""
-        under_way, self._under_way = self._under_way, []
+        under_way, self._under_way, self._postponed = [*self._postponed, *self._under_way], [], []
         for reduced, rank in under_way:
             finish(reduced, rank)
 

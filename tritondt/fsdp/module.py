@@ -1,13 +1,14 @@
 """The class that a sharded module gets: its own, with what can be asked of a sharded module besides."""
 
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial, wraps
 from typing import Any, Literal, NoReturn, overload
 
+import torch
 from torch import nn
 
 from tritondt.errors import FullyShardError
-from tritondt.errors.arguments import checked_class
+from tritondt.errors.arguments import checked, checked_class
 from tritondt.fsdp.state import ShardedState
 
 _STATE = "_tritondt_fully_sharded"
@@ -63,6 +64,13 @@ class FSDPModule(nn.Module):
         self._state().tree.forget_failure_before_reading()
         return super().state_dict(*args, **kwargs)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Converts the sharded parameters: `to`, `to_empty` from meta, `double` and others call it."""
+        self._state().reshard()
+        made = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._state().convert()
+        return made
+
     def _states(self, recurse: bool) -> Iterable[ShardedState]:
         """State of this module, and of those inside."""
         found = [state_of(module) for module in self.modules()] if recurse else [self._state()]
@@ -94,6 +102,22 @@ class FSDPModule(nn.Module):
         for state in self._states(recurse):
             state.syncs = requires_gradient_sync
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Sets whether backward adds gradients up over replicas. Where a mesh has replicas, each rank otherwise
+        accumulates its own gradients until a backward that does.
+        """
+        for state in self._states(recurse):
+            state.reduces_over_replicas = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Sets whether backward, of all modules of this one's tree, waits for the gradients that it reduces; otherwise
+        `grad` has them after a backward that does."""
+        self._state().tree.is_last_backward = is_last_backward
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Sets whether a mean of gradients is a sum on the way, divided by the number of ranks after it."""
+        self._state().forces_sums = enable
+
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether whole parameters are freed between forward and backward."""
         for state in self._states(recurse):
@@ -122,6 +146,38 @@ class FSDPModule(nn.Module):
             raise FullyShardError(f"set_gradient_divide_factor got {factor!r}; allowed is a number above 0")
         for state in self._states(recurse=True):
             state.divisor = float(factor)
+
+
+@checked
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes a method of a sharded module gather and free the parameters as forward does; of any other module, it does
+    nothing.
+
+    From then on a call of the method is a collective call of the module's mesh, in backward too. Raises
+    FullyShardError for a method that the module lacks. Source: torch.distributed.fsdp.register_fsdp_forward_method.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.fsdp import fully_shard
+    >>> from tritondt.sharding.mesh import Mesh
+    >>> class Doubled(nn.Linear):
+    ...     def twice(self, x):
+    ...         return 2 * nn.functional.linear(x, self.weight)
+    >>> def body(rank):
+    ...     model = fully_shard(Doubled(3, 5), mesh=Mesh((2,)))
+    ...     register_fsdp_forward_method(model, "twice")
+    ...     return tuple(model.twice(torch.ones(1, 3)).shape)
+    >>> run_ranks(2, body)
+    [(1, 5), (1, 5)]
+    """
+    state = state_of(module)
+    if state is None:
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise FullyShardError(
+            f"register_fsdp_forward_method got {method_name!r}, and {type(module).__name__} has no method of this name"
+        )
+    setattr(module, method_name, wraps(method)(partial(state.run, module, method)))
 
 
 def _states_of(modules: list[nn.Module], call: str) -> list[ShardedState]:

@@ -48,13 +48,16 @@ class ShardedParameter:
         shard_shape = self.member.shard_shape(num_ranks, own[data.shard_axis])
         assert self.spec.local_shape == shard_shape, f"{self.spec} gives {self.spec.local_shape}, not {shard_shape}"
         start, stop = self.member.bounds(num_ranks, own[data.shard_axis])
-        # What this rank starts with; taken over by its group.
-        self.initial: torch.Tensor | None = local.detach().narrow(dim, start, stop - start)
         self.attributes = {key: value for key, value in vars(parameter).items() if not key.startswith("_")}
-        self.requires_grad = parameter.requires_grad
-        self._hooks, self._hooks_after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-        self.sharded: nn.Parameter
+        # On the memory of the parameter until its group has placed it.
+        shard = DTensor(local.detach().narrow(dim, start, stop - start), self.spec)
+        self.sharded = nn.Parameter(shard, parameter.requires_grad)
+        vars(self.sharded).update(self.attributes)
+        self.sharded._backward_hooks = parameter._backward_hooks
+        self.sharded._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+        # The parameter of forward, and the device on which it and the shard lie.
         self.whole: nn.Parameter
+        self.device: torch.device
         # Tensors whose versions say what the memory of the parameter of forward holds.
         self.versioned: tuple[torch.Tensor, ...]
         # Gradients of passes that were not reduced yet, as this rank has them.
@@ -65,13 +68,36 @@ class ShardedParameter:
         """Dotted name of the parameter in the module that was sharded."""
         return self.users[0].name
 
-    def place_shard(self, shard: torch.Tensor) -> None:
-        """Makes the sharded parameter of memory that holds its values."""
-        self.sharded = nn.Parameter(DTensor(shard, self.spec), self.requires_grad)
-        vars(self.sharded).update(self.attributes)
-        self.sharded._backward_hooks = self._hooks
-        self.sharded._post_accumulate_grad_hooks = self._hooks_after
-        self.initial = None
+    @property
+    def shard(self) -> torch.Tensor:
+        """Local tensor of the sharded parameter."""
+        held: Any = self.sharded
+        found: torch.Tensor = held._local_tensor
+        return found
+
+    def place_shard(self, memory: torch.Tensor) -> None:
+        """Moves the sharded parameter to memory of the shape of its shard, with its values."""
+        held: Any = self.sharded
+        with torch.no_grad():
+            memory.copy_(held._local_tensor)
+        held._local_tensor = memory
+        vars(held).pop(MEMORY, None)
+
+    def convert(self) -> bool:
+        """Takes over what the modules have in place of the sharded parameter where its device or dtype is another, as
+        after to_empty and double; returns whether it is."""
+        user = self.users[0]
+        found: Any = user.module._parameters[user.key]
+        if found is self.whole or not isinstance(found, DTensor):
+            return False
+        local = found._local_tensor
+        meta = TensorMeta(self.spec.tensor_meta.shape, self.spec.tensor_meta.stride, local.dtype)
+        spec = DTensorSpec(self.spec.mesh, self.spec.placements, meta, self.spec.order)
+        if found._spec is not spec or (spec is self.spec and local.device == self.device):
+            return False
+        vars(found).update(self.attributes)
+        self.spec, self.sharded = spec, user.module._parameters[user.key]  # type: ignore[assignment]
+        return True
 
     def place_whole(self, local: torch.Tensor) -> None:
         """Makes the parameter of forward, on memory that is there while it is gathered."""
@@ -80,7 +106,8 @@ class ShardedParameter:
             meta = TensorMeta.contiguous(self.computed.shape, local.dtype)
             self.computed = DTensorSpec(self.computed.mesh, self.computed.placements, meta, self.computed.order)
             found = DTensor(local, self.computed)
-        self.whole = nn.Parameter(found, self.requires_grad)
+        self.device = local.device
+        self.whole = nn.Parameter(found, self.sharded.requires_grad)
         held: Any = self.whole
         self.versioned = (held,) if self.computed is None else (held, held._local_tensor)
 

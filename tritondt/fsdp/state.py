@@ -1,6 +1,6 @@
 """Hooks of a sharded module: parameters are gathered before its forward and backward, freed and reduced after them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,8 +39,9 @@ class ShardedState:
         self.modules, self.group, self.policy = list(modules), group, policy
         self._managed = list(managed)
         self.reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = self.syncs = True
+        self.reshard_after_backward = self.syncs = self.reduces_over_replicas = True
         self.divisor: float | None = None
+        self.forces_sums = False
         self.forward_prefetch: list[ShardedState] | None = None
         self.backward_prefetch: list[ShardedState] | None = None
         self.tree = ShardedTree(self)
@@ -208,7 +209,7 @@ class ShardedState:
     def reduce_late(self) -> None:
         """Reduces gradients of a module whose inputs have none, so that nothing tells when they are there."""
         self._begun.clear()
-        is_behind = self.syncs and self._has_kept
+        is_behind = self.group is not None and self._has_kept and self._reduces
         if self.group is not None and (self._num_forwards or is_behind or self.group.has_gradients()):
             self._num_forwards = 0
             self._reduce()
@@ -218,12 +219,20 @@ class ShardedState:
             return
         self._put_shards_back(frees=self.reshard_after_backward)
         with torch.no_grad():
-            policy = Policy(self.policy.reduce_dtype, self.divisor)
-            self._has_kept = not self.syncs
-            if self.syncs:
+            is_mean = self.divisor is None and not self.forces_sums
+            divisor = None if is_mean else self.divisor or float(self.group.num_ranks)
+            policy = Policy(self.policy.reduce_dtype, divisor)
+            self._has_kept = not self._reduces
+            if self._reduces:
                 self.group.issue_reduction(policy)
             else:
                 self.group.keep_gradients(policy)
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether this backward reduces gradients."""
+        assert self.group is not None, "modules without parameters of their own have no gradients"
+        return self.syncs and (self.reduces_over_replicas or not self.group.has_replicas)
 
     def end_backward(self, *, creates_graph: bool) -> None:
         """Ends the pass: gradients are those of the sharded parameters now."""
@@ -231,8 +240,11 @@ class ShardedState:
         if not creates_graph:
             self._has_graph_of_gradients = False
         if self.group is not None:
-            with torch.no_grad():
-                self.group.finish_reductions()
+            if self.tree.is_last_backward:
+                with torch.no_grad():
+                    self.group.finish_reductions()
+            else:
+                self.group.postpone_reductions()
             self._put_shards_back(frees=self.reshard_after_backward)
 
     def abandon_backward(self) -> None:
@@ -243,7 +255,17 @@ class ShardedState:
             self.group.drop_gradients()
         self._put_shards_back(frees=self.reshard_after_backward)
 
-    # Gathers by request ----------------------------------------------------------------------------------------------
+    # Forward by another name, and gathers by request -----------------------------------------------------------------
+
+    def run(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method of a module, run as its forward is."""
+        output = None
+        args, kwargs = self._before(module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            found = self._after(module, args, output)
+        return found
 
     def _prefetch(self, given: "list[ShardedState] | None", found: ShardedModule | None) -> None:
         """Issues the gathers that were asked for, or else that of the module that comes next."""
@@ -270,6 +292,11 @@ class ShardedState:
         if self.group is not None:
             self.group.register(whole=False)
             self.group.free()
+
+    def convert(self) -> None:
+        """Takes over parameters that were given another device or dtype."""
+        if self.group is not None:
+            self.group.convert()
 
 
 class _EndOfBackward(torch.autograd.Function):

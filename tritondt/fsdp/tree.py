@@ -42,6 +42,8 @@ class ShardedTree:
         self._order: list[ShardedModule] = []
         self._order_before: list[ShardedModule] = []
         self._awaits_end = False
+        # Whether the end of a backward pass waits for the gradients.
+        self.is_last_backward = True
         # What autograd calls at the end of the pass; it lets go of it when the pass has gone, also by an error.
         self._callback: weakref.ref[Any] | None = None
         # Whether gradients of the pass that runs have a graph of their own.

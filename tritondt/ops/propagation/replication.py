@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward
 
 from tritondt.errors import MixedTensorsError
+from tritondt.kernels.memory import has_memory
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Replicate
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
@@ -209,11 +211,11 @@ def are_alike(op: OpOverload, args: Sequence[Any], plain: Sequence[torch.Tensor]
     """Whether the plain tensors of a call are alike on every rank, whoever made them.
 
     Meta tensors have no values: with them torch asks what a product with the zeros of forward derivatives would be
-    like. And of masks without dims torch makes indices: it gives the tensor a dim of length 1 for each mask, and picks
-    one element of that dim or none. An index of the user's into a dim of length 1 picks what any other index of its
-    length would.
+    like; other operators are given these zeros. And of masks without dims torch makes indices: it gives the tensor a
+    dim of length 1 for each mask, and picks one element of that dim or none. An index of the user's into a dim of
+    length 1 picks what any other index of its length would.
     """
-    if all(tensor.is_meta for tensor in plain):
+    if all(tensor.is_meta or _is_missing_tangent(tensor) for tensor in plain):
         return True
     name = op.name().partition(".")[0]
     if name in _FILLING and len(args) > 2:  # torch 2.15 fills by such an index
@@ -228,6 +230,13 @@ def are_alike(op: OpOverload, args: Sequence[Any], plain: Sequence[torch.Tensor]
             num_of_masks += _is_of_masks(index, tensor.shape[dim])
         dim += index.ndim if index is not None and index.dtype in (torch.bool, torch.uint8) else 1
     return num_of_masks == len(plain)
+
+
+def _is_missing_tangent(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is what forward derivatives have in place of a constant's tangent: one 0, expanded."""
+    if forward_ad._current_level < 0 or any(tensor.stride()) or not has_memory(tensor):
+        return False
+    return tensor.untyped_storage().nbytes() == tensor.itemsize and not tensor.as_strided((), ()).item()
 
 
 def _is_of_masks(index: torch.Tensor, length: int) -> bool:
