@@ -153,3 +153,13 @@ def test_what_is_no_result_is_refused(tmp_path, text, sentence):
     path.write_text(text)
     ended = compare(str(path), str(path))
     assert (ended.exit_code, sentence in ended.stderr) == (1, True), ended.stderr
+
+
+def test_columns_stand_below_each_other_where_an_interval_is_wide():
+    cases = [
+        {"ratio": 1.0, "interval": interval, "verdict": "no difference", "case": "all_reduce 4096"}
+        for interval in ((0.98, 1.02), (0.022, 45.567), (0.001, 999.999), None)
+    ]
+    head, *rows = compare_module.lines({"differences": [], "cases": cases, "left_out": [], "only_in_one": 0})
+    assert {row.index("no difference") for row in rows} == {head.index("verdict")}
+    assert {row.index("all_reduce") for row in rows} == {head.index("case")}

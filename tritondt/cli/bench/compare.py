@@ -19,7 +19,8 @@ from tritondt.cli.user_error import BenchmarkError
 MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
 _PLACES = ("out_of_place", "in_place")
 _TOP = ("benchmark", "ranks", "threads", "dtype")
-_COLUMNS = "{:>8}  {:<14}  {:<14}  {}"
+# An interval of up to 1,000 times fits its column.
+_COLUMNS = "{:>8}  {:<18}  {:<14}  {}"
 
 
 @dataclass(frozen=True)
