@@ -90,6 +90,7 @@ class ProcessWorld:
             dist.PrefixStore("tritondt", asked), self._store_host, presence.of_group(asked)
         )
         self._watch = Watch(self._store_client, who.rank)
+        self._watch.begin_world()
         self._check_version()
         asked_filter()  # what is not allowed is refused now, on all ranks
         transport_table.check_settings()

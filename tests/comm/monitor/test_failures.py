@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,6 +191,39 @@ def test_a_rank_that_raises_elsewhere_is_not_waited_for_forever(failing_ranks: G
     assert_failed(raised, "ZeroDivisionError", "divided by zero")
     assert_failed(waiting, "PeerError", "for rank 3 in step 1 of 1", "the timeout is 3 s")
     assert_waited(waiting.text)
+
+
+def wait_elsewhere(rank: int, folder: Path) -> None:
+    """Rank 0 waits for rank 1, which waits for rank 2; that one comes when rank 0 has been told."""
+    pair = (0, 1) if rank == 0 else (1, 2)
+    if rank < 3:
+        T.set_timeout(T.Mesh((2,), ranks=pair), 6.0 if rank == 0 else 90.0)
+    if rank == 1:
+        (folder / "waits").touch()
+    awaited = {0: "waits", 2: "told"}.get(rank)
+    while awaited is not None and not (folder / awaited).exists():
+        time.sleep(0.02)
+    try:
+        if rank < 3:
+            move(pair)
+    finally:
+        if rank == 0:
+            (folder / "told").touch()
+
+
+@pytest.mark.extended
+def test_a_rank_that_waits_elsewhere_says_for_whom(failing_ranks: GlooRanks, tmp_path: Path) -> None:
+    if failing_ranks.transport not in ("sockets", "gloo"):  # type: ignore[attr-defined]
+        pytest.skip("what ranks wait for is one thing for all transports")
+    failing_ranks.outcomes(abort)  # tests before this one have left communicators of such members failed
+    for pair in ((0, 1), (1, 2)):
+        failing_ranks.run(connect, pair)
+    waiting, *others = failing_ranks.outcomes(wait_elsewhere, tmp_path)
+    assert others == [None] * 3
+    assert_failed(
+        waiting, "PeerError", "for rank 1 in step 1 of 1", "; rank 1 has said that it waits for rank 2 in step 1"
+    )
+    failing_ranks.outcomes(abort)
 
 
 class ForgetfulGroup:

@@ -25,6 +25,8 @@ from tritondt.errors import MismatchError, PeerError, RefusalError, WorldError
 INTERVAL_S = 1.0
 # How much longer a rank waits for one that waits itself, whose own timeout names the rank at fault.
 GRACE_S = 1.0
+# Ranks that a look at the end of a wait asks for.
+_MOST_TOLD = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +107,7 @@ class Watch:
         self._client, self._notices, self._rank = client, Notices(client, rank), rank
         self._waits: dict[int, Wait] = {}
         self.is_world_ending = False
+        self._has_said_awaited = False
         self._ending = threading.RLock()  # nothing interrupts a wait that has ended: it would be the next one
         self._sources: list[Callable[[], Iterable[Wait]]] = []
         self._published: set[tuple[str, int]] = set()
@@ -113,6 +116,10 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._has_said, self._next_look = False, 0.0  # of a rank without a thread for the watch
+
+    def begin_world(self) -> None:
+        """Takes back for whom this rank has waited in the world before."""
+        self._notices.say_awaited("")
 
     def begin(self, wait: Wait) -> None:
         """Watches `wait` from now on; a warning says once where the system gives no thread for that."""
@@ -165,6 +172,7 @@ class Watch:
         `is_refusal` nothing of it has, and this rank goes on. Where the store does not answer, the connection that
         closes, or their own watch, tells them.
         """
+        self._has_said_awaited = False  # for whom it waited stays said: others give up a moment later
         with suppress(RuntimeError):
             if sequence is None:
                 self._notices.report_for_good(key, error)
@@ -226,6 +234,10 @@ class Watch:
             self._preparations.get()()
         found = [wait for find in sources for wait in find()]
         self._waits.update((id(wait), wait) for wait in found)
+        if self._has_said_awaited and not self._waits:
+            self._has_said_awaited = False
+            with suppress(RuntimeError):
+                self._notices.say_awaited("")
         for wait in dict.fromkeys((*waits, *found)):
             if wait.reason is None and time.monotonic() >= _due(wait):
                 self._look(wait)
@@ -371,15 +383,24 @@ class Watch:
         reason = PeerError(
             f"rank {self._rank} waited {_waited(wait):.1f} s for {wait.awaited} in "
             f"{wait.description} and got no answer; the timeout is {wait.timeout_s:g} s "
-            f"({wait.limit}){wait.tried(wait)}{'' if gone is None else f'; {self._client.silence(gone)}'}"
+            f"({wait.limit}){wait.tried(wait)}"
+            f"{self._who_waits_too(wait) if gone is None else f'; {self._client.silence(gone)}'}"
         )
         self.report(wait.key, wait.sequence, reason)
         return reason
 
+    def _who_waits_too(self, wait: Wait) -> str:
+        """Clause for ranks that are waited for and wait themselves, maybe where this one has no part."""
+        said = dict[int, str]()
+        with suppress(RuntimeError):
+            said = {rank: self._notices.awaited_by(rank) for rank in wait.peers[:_MOST_TOLD]}
+        return "".join(f"; rank {rank} has said that it waits for {text}" for rank, text in said.items() if text)
+
     def _publish(self, wait: Wait) -> None:
         if (wait.key, wait.sequence) in self._published:
             return
-        self._published = {(wait.key, wait.sequence)}
+        self._published, self._has_said_awaited = {(wait.key, wait.sequence)}, True
+        self._notices.say_awaited(f"{wait.awaited} in {wait.description}")
         self._notices.publish(wait.key, Waiting(wait.sequence, wait.fingerprint, wait.description))
         if wait.collective is not None:
             key, number = wait.collective

@@ -67,6 +67,14 @@ class Notices:
         texts = {rank: self._read(_waiting_key(key, rank)) for rank in ranks if rank != self._rank}
         return {rank: Waiting(*json.loads(text)) for rank, text in texts.items() if text is not None}
 
+    def say_awaited(self, text: str) -> None:
+        """Says for whom this rank waits, and where, to ranks that have no part in it; "" for nobody."""
+        self._call(lambda store: store.set(_awaited_key(self._rank), text))
+
+    def awaited_by(self, rank: int) -> str:
+        """For whom a rank has said that it waits, in any communicator; "" for nobody."""
+        return self._read(_awaited_key(rank)) or ""
+
     def refuse(self, key: str, sequence: int) -> None:
         """Notes that this rank takes no part in operation `sequence`."""
         self._call(lambda store: store.set(_refused_key(key, sequence, self._rank), "1"))
@@ -93,6 +101,10 @@ def _failed_key(key: str, which: int | str) -> str:
 
 def _refused_key(key: str, sequence: int, rank: int) -> str:
     return f"{key}/refused/{sequence}/{rank}"
+
+
+def _awaited_key(rank: int) -> str:
+    return f"awaited/{rank}"
 
 
 def _waiting_key(key: str, rank: int) -> str:
