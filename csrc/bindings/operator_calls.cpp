@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 #include <memory>
 
 #include "bindings/call_key.h"
@@ -14,6 +15,7 @@ namespace {
 
 constexpr const char* kWrapping = "tritondt.wrapping";
 constexpr const char* kDispatching = "tritondt.dispatching";
+constexpr const char* kGradient = "tritondt.gradient";
 
 // The fields of tritondt.dtensor.compiled_call.CompiledCall, and the values of its first.
 enum Field { kKind, kLocal, kSpec, kGeneralRun, kDetails, kDirect, kNumFields };
@@ -51,6 +53,12 @@ struct Dispatching {
   py::object attributes, base, recorded, memory, former;
 };
 
+// Of what a tensor's gradient is read by: torch's own descriptor.
+struct Gradient {
+  py::object descriptor;
+  PyTypeObject* tensor_class;
+};
+
 template <typename Details>
 Details* details_of(const PlainMethod* method, const char* name) {
   return static_cast<Details*>(PyCapsule_GetPointer(method->details, name));
@@ -83,6 +91,20 @@ PyObject* attempt_wrap(PlainMethod* self, PyObject* const* values, Py_ssize_t co
   const auto* by = details_of<Wrapping>(self, kWrapping);
   if (by == nullptr || is_constructed(*by, values[0]) != 1) return nullptr;
   return constructed(*by, values[0], values[1]);
+}
+
+// A tensor's gradient, where it is there and distributed, or there is none.
+PyObject* attempt_gradient(PlainMethod* self, PyObject* const* values, Py_ssize_t count) {
+  if (count != 1) return nullptr;
+  const auto* by = details_of<Gradient>(self, kGradient);
+  if (by == nullptr) return nullptr;
+  PyObject* descriptor = by->descriptor.ptr();
+  auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(values[0]));
+  Owned found(Py_TYPE(descriptor)->tp_descr_get(descriptor, values[0], kind));
+  if (found == nullptr) return nullptr;
+  const bool is_done =
+      found.get() == Py_None || PyObject_TypeCheck(found.get(), by->tensor_class) != 0;
+  return is_done ? found.release() : nullptr;
 }
 
 PyObject* wrapped(const Dispatching& by, PyObject* local, PyObject* spec) {
@@ -332,6 +354,24 @@ PyObject* attempt_dispatch(PlainMethod* self, PyObject* const* values, Py_ssize_
   return run(*by, found.get(), call, args);
 }
 
+constexpr const char* kTorchFunction = "__torch_function__";
+PyObject* torch_function = nullptr;  // that text as a string of Python's
+
+PyObject* attribute_by_text(PyObject* tensor, char* name) {
+  const bool is_known = std::strcmp(name, kTorchFunction) == 0;
+  const Owned text(is_known ? Py_NewRef(torch_function) : PyUnicode_FromString(name));
+  return text == nullptr ? nullptr : Py_TYPE(tensor)->tp_getattro(tensor, text.get());
+}
+
+// Torch's parser asks every argument of a subclass for __torch_function__, once for each overload
+// that it tries, by a text. Python would make a string of it each time, which misses its cache of
+// the attributes of classes.
+void answer_torch_function(const py::type& tensor_class) {
+  if (torch_function == nullptr) torch_function = PyUnicode_InternFromString(kTorchFunction);
+  if (torch_function == nullptr) throw py::error_already_set();
+  reinterpret_cast<PyTypeObject*>(tensor_class.ptr())->tp_getattr = attribute_by_text;
+}
+
 py::object method_of(const py::function& general, void* details, const char* name,
                      void (*free)(PyObject*), PlainMethod::Try attempt) {
   const auto capsule = py::reinterpret_steal<py::object>(PyCapsule_New(details, name, free));
@@ -362,6 +402,18 @@ py::object make_wrap(const py::function& general, const py::type& tensor_class,
   details->level = interned("_current_level");
   details->names = py::make_tuple("requires_grad");
   return method_of(general, details.release(), kWrapping, free_details<Wrapping>, attempt_wrap);
+}
+
+py::object make_gradient(const py::function& general, const py::type& tensor_class,
+                         const py::object& descriptor) {
+  if (Py_TYPE(descriptor.ptr())->tp_descr_get == nullptr) {
+    throw py::type_error("make_gradient takes a descriptor");
+  }
+  auto details = std::make_unique<Gradient>();
+  details->descriptor = descriptor;
+  details->tensor_class = reinterpret_cast<PyTypeObject*>(tensor_class.ptr());
+  Py_INCREF(tensor_class.ptr());
+  return method_of(general, details.release(), kGradient, free_details<Gradient>, attempt_gradient);
 }
 
 py::object make_dispatch(const py::function& general, const py::type& tensor_class,
@@ -411,6 +463,11 @@ void bind_operator_calls(py::module_* module) {
       py::arg("run_apart"), py::arg("readers"), py::arg("watched"), py::arg("recorded"),
       py::arg("memory"), py::arg("former"),
       "__torch_dispatch__ of a class: calls in `operators` in one go, others by `run_any`.");
+  module->def("make_gradient", &make_gradient, py::arg("general"), py::arg("tensor_class"),
+              py::arg("descriptor"),
+              "get(tensor): its gradient by torch's descriptor, by `general` where that is plain.");
+  module->def("answer_torch_function", &answer_torch_function, py::arg("tensor_class"),
+              "Has a class answer what torch asks of every argument without a new string.");
   module->def(
       "running_operator",
       [] { return py::reinterpret_borrow<py::object>(running == nullptr ? Py_None : running); },

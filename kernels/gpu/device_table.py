@@ -234,7 +234,12 @@ class DeviceTable(ABC):
 
         `num_threads` is for the CPU's tables, which this one stands in for.
         """
-        launches, addresses = self.prepared(source_ptrs, target_ptrs)
+        try:  # as `prepared`, which is a call
+            launches, addresses = self._aligned, self._used_of(source_ptrs, target_ptrs)
+        except IndexError:
+            raise self._missing(source_ptrs, target_ptrs) from None
+        if 0 in addresses or reduce(or_, addresses, 0) % WIDEST:
+            launches, addresses = self.prepared(source_ptrs, target_ptrs)
         if self._number is not None and torch._C._cuda_getDevice() != self._number:
             self.launch(launches, addresses)
             return

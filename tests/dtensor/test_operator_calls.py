@@ -1,5 +1,6 @@
 """A compiled call in the extension: torch's own bindings of operators, who hears of functions, and wrong tables."""
 
+import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritondt as T
+from tests.harness.work import num_calls
 from tests.ops.sharded import distribute, whole
 from tritondt import _C
 from tritondt.comm import read_guard
@@ -120,6 +122,63 @@ def test_a_class_of_local_tensors_hears_operators_and_no_functions() -> None:
         assert torch.add not in heard
 
     run_ranks(1, lambda rank: body(T.Mesh((1,))))
+
+
+def test_a_class_that_hears_functions_is_asked_and_its_attributes_are_found_by_text() -> None:
+    heard: list[Any] = []
+
+    class Hears(T.DTensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+            heard.append(function)
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+
+    def body(mesh: T.Mesh) -> None:
+        x = distribute(torch.arange(8.0).reshape(4, 2), mesh, "S0")
+        own = Hears(x.to_local(), x._spec)
+        by_text = ctypes.pythonapi.PyObject_GetAttrString
+        by_text.restype, by_text.argtypes = ctypes.py_object, [ctypes.py_object, ctypes.c_char_p]
+        tensor: Any
+        for tensor in (x, own):
+            assert by_text(tensor, b"_spec") is x._spec
+            assert by_text(tensor, b"__torch_function__") == tensor.__torch_function__
+            with pytest.raises(AttributeError, match="no_such_name"):
+                by_text(tensor, b"no_such_name")
+        for one, count in ((x, 0), (own, 1)):
+            heard.clear()
+            torch.neg(one)
+            assert heard.count(torch.neg) == count
+
+    run_alone(body)
+    with pytest.MonkeyPatch.context() as patch:  # given to the class later, it is found as well
+        patch.setattr(T.DTensor, "__torch_function__", Hears.__torch_function__)
+        heard.clear()
+        run_alone(lambda mesh: heard.append(torch.neg(distribute(torch.ones(2, 2), mesh, "S0"))))
+        assert torch.neg in heard
+
+
+def test_a_gradient_is_read_as_torch_keeps_it() -> None:
+    def body(mesh: T.Mesh) -> None:
+        x: Any = distribute(torch.arange(8.0).reshape(4, 2), mesh, "S0").requires_grad_()
+        assert x.grad is None
+        (x * 3).redistribute(placements=[T.Replicate()], async_op=True).backward(
+            distribute(torch.ones(4, 2), mesh, "R")
+        )
+        assert isinstance(x.grad, T.DTensor)
+        assert num_calls(lambda: x.grad) == num_calls(lambda: x.device), "no function of Python"
+        torch.testing.assert_close(whole(x.grad), torch.full((4, 2), 3.0), rtol=0, atol=0)
+        x.grad = x.detach()
+        torch.testing.assert_close(whole(x.grad), whole(x.detach()), rtol=0, atol=0)
+        del x.grad
+        assert x.grad is None
+        torch.Tensor.grad.__set__(x, torch.zeros(4, 2))
+        assert isinstance(x.grad, T.DTensor), "zeros that autograd made of a shape"
+        with pytest.raises(TypeError):
+            T.DTensor.grad.fget(3)
+        assert "gradient" in str(T.DTensor.grad.__doc__)
+
+    run_ranks(2, lambda rank: body(T.Mesh((2,))))
 
 
 def test_dispatch_takes_its_arguments_by_name() -> None:

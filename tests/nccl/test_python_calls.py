@@ -19,8 +19,8 @@ from tests.nccl.conftest import SettingOf
 
 # Files of functions that stand for torch's in C++, or are torch's own.
 NOT_OURS = (str(Path(no_op_nccl.__file__).parent), str(Path(torch.__file__).parent), "contextlib.py", __file__)
-# The most that there may be; 25 are asked for of a redistribution.
-MOST_REDISTRIBUTION, MOST_COLLECTIVE = 28, 12
+# The most that there may be.
+MOST_REDISTRIBUTION, MOST_COLLECTIVE = 25, 12
 
 
 def calls_of(run: Callable[[], object]) -> list[str]:

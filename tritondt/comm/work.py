@@ -130,11 +130,9 @@ class IssueQueue(ABC):
         self.thread_id: int | None = None  # of the thread that runs the queue now
         self._disowned: WorldError | None = None
 
+    @abstractmethod
     def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool) -> Work:
         """Runs `run`, which reads `sources`, after earlier work, which may fill them unless they are ready."""
-        work = self.last = Work(self, description)
-        self._enqueue(work, _Guarded(work, run, sources, sources_ready=sources_ready) if sources else run)
-        return work
 
     @property
     def is_busy(self) -> bool:
@@ -184,6 +182,16 @@ class IssueQueue(ABC):
     def close_aborted(self) -> None:
         """Ends the queue of a communicator that was aborted, whose work fails."""
         self.close()
+
+
+class GuardedQueue(IssueQueue):
+    """A queue that runs what is issued later, in a thread: until then its sources count as read."""
+
+    def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool) -> Work:
+        """Runs `run`, which reads `sources`, after earlier work, which may fill them unless they are ready."""
+        work = self.last = Work(self, description)
+        self._enqueue(work, _Guarded(work, run, sources, sources_ready=sources_ready) if sources else run)
+        return work
 
     @abstractmethod
     def _enqueue(self, work: Work, run: Run) -> None: ...
@@ -255,7 +263,7 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-class ThreadQueue(IssueQueue):
+class ThreadQueue(GuardedQueue):
     """The queue of a process that is one rank; a thread of its own starts with the first work.
 
     A thread that waits for work which nothing runs yet may run it, after all that was issued before. Where the system

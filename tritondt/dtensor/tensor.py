@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
-from tritondt._C import make_wrap
+from tritondt._C import answer_torch_function, make_gradient, make_wrap
 from tritondt.comm.packing.wire_dtype import wire_of
 from tritondt.comm.work import Work
 from tritondt.dtensor.autograd import FromLocal, Redistributed, ToLocal, alias_with_gradient
@@ -391,3 +391,9 @@ def _wrap_anywhere(local_tensor: torch.Tensor, spec: DTensorSpec) -> Any:
 
 # The same without the 0.4 us that calling a class takes, where torch's own constructor does.
 wrap: Any = make_wrap(_wrap_anywhere, DTensor, construct)
+
+# Read by the extension where it is distributed or None: an optimizer reads each three times, 0.13 us less a read.
+_own: Any = DTensor.grad
+_get_grad: Any = make_gradient(_own.fget, DTensor, _GRAD)
+DTensor.grad = property(_get_grad, _own.fset, _own.fdel, _own.__doc__)  # type: ignore[method-assign,assignment]
+answer_torch_function(DTensor)

@@ -24,7 +24,7 @@ REST = "dispatch, the pending tensor, what holds the parts together"
 _PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     "look-up of the plan": ((run, "compile_plan"),),
     "an exchange's program: fields, records, watch, messages": ((NcclCommunicator, "_issue"),),
-    "pointers of the tables": ((DeviceTable, "prepared"),),
+    "pointers of the tables": ((DeviceTable, "run"),),
     "launches": ((DeviceTable, "launch"), (Launch, "run")),
     "events and streams": (
         (StubStreams, "follow"),

@@ -84,17 +84,7 @@ class StreamQueue(IssueQueue):
 
     def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool) -> Work:
         """Runs `run` now, on the stream, after what the current stream has been given and the calls before."""
-        work = StreamWork(self, description, sources, run)
-        try:
-            self._enqueue(work, run)
-        finally:
-            if work.in_flight.event is None:  # nothing of it is in the stream
-                work.release()
-        return work
-
-    def _enqueue(self, work: Work, run: Run) -> None:
-        assert isinstance(work, StreamWork), "work of a queue of streams"
-        engine = self.engine
+        engine, work = self.engine, StreamWork(self, description, sources, run)
         self.thread_id = threading.get_ident()
         try:
             stream = engine.begin(work.in_flight)
@@ -107,14 +97,18 @@ class StreamQueue(IssueQueue):
                     # What was put into the stream before is still to run.
                     work.fail(without_frames(error))
                     self._failed = self._failed or work
+            self.thread_id = None
+            engine.end(work.in_flight, stream)
         finally:
             self.thread_id = None
-        engine.end(work.in_flight, stream)
+            if work.in_flight.event is None:  # nothing of it is in the stream
+                work.release()
         for ended in self.ending:
             ended.event = work.in_flight.event
         self.ending.clear()
         if not engine.is_capturing:  # a graph's events cannot be asked for; who waits within it keeps the work
             self._under_way.append(work)
+        return work
 
     def wait_for(self, work: Work) -> None:
         """Lets the calling thread's current stream wait for `work`."""
@@ -129,8 +123,9 @@ class StreamQueue(IssueQueue):
         if held is not None and (len(before) != 1 or before[0] is None or held[0][0]._version != before[0]):
             work.check_sources()
         self.engine.wait(operation)
-        if operation.held is None:
-            work.release()
+        if operation.held is None and work._addresses is not None:  # as `release`, which is a call
+            read_guard.end(work._addresses, work.settle)
+            work._addresses = None
 
     @property
     def is_busy(self) -> bool:

@@ -29,7 +29,7 @@ from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.registry import World, numbered
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.comm.transports.turns import Letter, Participant, TurnScheduler
-from tritondt.comm.work import QUEUE_THREAD, IssueQueue, Run, Work
+from tritondt.comm.work import QUEUE_THREAD, GuardedQueue, Run, Work
 from tritondt.errors import MismatchError, PeerError, WorldError
 from tritondt.identity import Identity
 from tritondt.planning.cost import CostTable
@@ -40,7 +40,7 @@ _NO_TIMEOUT_S = float("inf")
 on_started: list[Callable[[int], object]] = []
 
 
-class TurnQueue(IssueQueue):
+class TurnQueue(GuardedQueue):
     """The queue of a rank thread's communicator: a thread that takes turns with the ranks."""
 
     def __init__(self, scheduler: TurnScheduler, owner: Participant) -> None:
