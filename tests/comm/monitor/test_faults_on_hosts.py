@@ -19,12 +19,11 @@ IN_TIME_S = 60
     ("operation", "mtu", "transport"),
     [
         ("collective", 1500, ""),
-        pytest.param("collective", 1500, "gloo", marks=pytest.mark.extended),
+        ("collective", 1500, "gloo"),
         ("hsdp", 576, ""),  # redistributions in stages and inside hosts, in forward and in backward
         pytest.param("redistribution", 576, "", marks=pytest.mark.soak),
         pytest.param("redistribution", 1500, "gloo", marks=pytest.mark.soak),
         pytest.param("collective", 576, "sockets", marks=pytest.mark.soak),
-        pytest.param("collective", 1500, "gloo", marks=pytest.mark.soak),
         pytest.param("hsdp", 1500, "gloo", marks=pytest.mark.soak),
         pytest.param("fsdp", 1500, "", marks=pytest.mark.soak),
         pytest.param("asynchronous", 1500, "", marks=pytest.mark.soak),
