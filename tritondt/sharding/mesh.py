@@ -68,7 +68,8 @@ class Mesh:
         device_type: str = "cpu",
     ) -> "Mesh":
         """Interned mesh of the given values in the calling thread's world."""
-        if type(names) not in (tuple, types.NoneType) or type(device_type) is not str:
+        # A text has names of one letter each: Mesh((2, 2), "ab").
+        if type(names) not in (tuple, str, types.NoneType) or type(device_type) is not str:
             check_types(cls.__new__, names=names, device_type=device_type)
         who = identity.current()
         shape, names = tuple(shape), None if names is None else tuple(names)
