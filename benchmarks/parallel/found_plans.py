@@ -169,13 +169,13 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
     plans = {"found": (best.mesh, best.laid_out), **by_hand(sizes, num_ranks)}
     trainers, predicted = [], []
     for axes, laid_out in plans.values():
-        parts = axes.size(axes.data)
+        parts = axes.num_parts
         inputs = tuple(it.chunk(parts)[0] for it in whole)
         step = predicted_step(_model(sizes), (inputs, {}), axes, laid_out, prices, 0, train=True, optimizer_tensors=2)
         predicted.append((step.seconds, step.traffic.received_bytes))
         plan = FoundPlan(axes, laid_out, 0, step, (), (), True)
         model = plan.apply(_model(sizes), T.Mesh(axes.sizes, axes.names))
-        trainers.append(Trainer(request, model, parts, axes.index_along(axes.data, rank)))
+        trainers.append(Trainer(request, model, parts, axes.part_of(rank)))
     trainers.append(Trainer(request, DistributedDataParallel(_model(sizes)), num_ranks, rank))
     times = time_interleaved([trainer.step for trainer in trainers], request.rounds, request.budget_s)
     losses = torch.tensor([trainer.losses for trainer in trainers])

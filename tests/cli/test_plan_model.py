@@ -51,8 +51,8 @@ def test_all_meshes_of_so_many_ranks_are_compared():
     assert found.exit_code == 0, found.output
     lines = found.stdout.splitlines()
     assert lines[0] == "least bytes of a rank"
-    assert [line.split()[0] for line in lines[2:5]] == ["dp=1,tp=4", "dp=2,tp=2", "dp=4,tp=1"]
-    assert [line.split("  ")[0] for line in lines[5:7]] == [
+    assert [line.split()[0] for line in lines[2:6]] == ["dp=1,tp=4", "dp=2,tp=2", "replicate=2,dp=2,tp=1", "dp=4,tp=1"]
+    assert [line.split("  ")[0] for line in lines[6:8]] == [
         "dp=1,tp=4, host half as fast",
         "dp=1,tp=4, network half as fast",
     ]
@@ -161,6 +161,10 @@ def test_a_configuration_of_transformers_takes_no_weights(tmp_path: Path):
         (
             '{"model_type": "nonsense"}',
             "Unrecognized model identifier: nonsense. Allowed is a config.json with a",
+        ),
+        (
+            json.dumps({**fields, "num_attention_heads": 7}),
+            "The hidden size (96) is not a multiple of the number of attention heads (7). Allowed is a config.json",
         ),
     ]:
         path.write_text(text)

@@ -144,8 +144,8 @@ def _of_config(path: Path | None, batch: int, sequence: int, dtype: str, device:
                 model = getattr(transformers, names[0])(configuration)
             else:
                 model = transformers.AutoModelForCausalLM.from_config(configuration)
-    except ValueError as error:
-        told = str(error).splitlines()[0].partition(" Should contain")[0]
+    except _refusals_of_fields() as error:
+        told = str(error.__cause__ or error).splitlines()[0].partition(" Should contain")[0]
         raise click.BadParameter(
             f"transformers {transformers.__version__} makes no model of {path}: {told} Allowed is a config.json with a "
             "model_type that it knows, and a class of it in architectures"
@@ -154,6 +154,12 @@ def _of_config(path: Path | None, batch: int, sequence: int, dtype: str, device:
     if getattr(configuration, "use_cache", False):
         inputs["use_cache"] = False
     return model.to(getattr(torch, dtype)), inputs
+
+
+def _refusals_of_fields() -> tuple[type[Exception], ...]:
+    """Errors of configurations whose fields are no numbers, or do not fit each other; the last from transformers 5."""
+    found = getattr(importlib.import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
+    return ValueError, TypeError, found
 
 
 def write_page(path: Path, found: FoundPlan | FoundMesh) -> None:

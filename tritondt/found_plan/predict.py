@@ -17,6 +17,7 @@ from tritondt.found_plan.data_sharding import (
     sharded_names,
 )
 from tritondt.found_plan.dry_run import Axis, Movement, Phase, Tally, dry_run
+from tritondt.found_plan.given_results import GivenResults
 from tritondt.found_plan.live_bytes import LiveBytes
 from tritondt.found_plan.mesh_axes import MeshAxes
 from tritondt.found_plan.prices import Prices
@@ -36,13 +37,14 @@ _AXES: tuple[Axis, ...] = ("tensor", "data")
 
 class LaidOut(NamedTuple):
     """A layout of a model: styles by pattern of names, heads that are cut, patterns of modules that are sharded, and
-    names of blocks that are recomputed in backward."""
+    names of blocks that are recomputed in backward. `given` are results of modules that were not run to find it."""
 
     styles: tuple[tuple[str, StyleChoice], ...]
     heads: tuple[HeadCut, ...]
     replicates_plain: bool
     sharded: tuple[str, ...]
     recomputed: tuple[str, ...] = ()
+    given: tuple[GivenResults, ...] = ()
 
 
 def predicted_step(
@@ -57,6 +59,22 @@ def predicted_step(
     optimizer_tensors: int,
 ) -> StepCost:
     """The step of a rank of a model, whose parameters may be anywhere; takes no memory, and needs no world."""
+    found = predict(model, inputs, axes, laid_out, prices, rank, train=train, optimizer_tensors=optimizer_tensors)
+    return found.step
+
+
+def predict(
+    model: nn.Module,
+    inputs: tuple[Sequence[Any], dict[str, Any]],
+    axes: MeshAxes,
+    laid_out: LaidOut,
+    prices: Prices,
+    rank: int,
+    *,
+    train: bool,
+    optimizer_tensors: int,
+) -> "Prediction":
+    """The prediction of a rank's step of a model, from which that of other groups of parameters follows."""
 
     def run(of: int) -> _DryStep:
         return _run_dry(model, inputs, axes, laid_out, of, train=train, optimizer_tensors=optimizer_tensors)
@@ -67,10 +85,7 @@ def predicted_step(
         # Ranks that take turns on the cores of a host last as long as the work of all; those of a data axis are alike.
         others = [it for it in axes.ranks_along(axes.tensor, rank) if it != rank]
         computing += [run(other).computing(prices) for other in others]
-    movements = own.tally.movements
-    if axes.data is not None:
-        movements = movements + data_movements(own.groups, axes.ranks_along(axes.data, rank), train=train)
-    return _step_cost(prices, rank, own, movements, _in_turns(computing, prices.turns))
+    return Prediction(axes, prices, rank, train, own, _in_turns(computing, prices.turns))
 
 
 class _Computing(NamedTuple):
@@ -82,12 +97,14 @@ class _Computing(NamedTuple):
 
 
 class _DryStep(NamedTuple):
-    """Counts of a dry run of a whole model on one rank, its groups of sharded parameters, and what the rank holds.
+    """Counts of a dry run of a whole model on one rank, the laid out stand-in, its groups of sharded parameters, and
+    what the rank holds.
 
     `update` is the work of the optimizer for each parameter; None without training.
     """
 
     tally: Tally
+    model: nn.Module
     groups: list[Group]
     memory: Memory
     update: OptimizerWork | None
@@ -104,6 +121,32 @@ class _DryStep(NamedTuple):
         return _Computing(forward, backward, operators_s + moved_s)
 
 
+class Prediction(NamedTuple):
+    """A rank's step: what was counted of it, and the seconds that computing takes."""
+
+    axes: MeshAxes
+    prices: Prices
+    rank: int
+    train: bool
+    own: _DryStep
+    computing: _Computing
+
+    @property
+    def step(self) -> StepCost:
+        """The step."""
+        movements = self.own.tally.movements
+        if self.axes.data is not None:
+            ranks = self.axes.ranks_along(self.axes.data_axes, self.rank)
+            num_replicas = self.axes.size(self.axes.replicate)
+            movements = movements + data_movements(self.own.groups, ranks, num_replicas, train=self.train)
+        return _step_cost(self.prices, self.rank, self.own, movements, self.computing)
+
+    def without_memory(self, sharded: Sequence[str]) -> StepCost:
+        """The step with other modules sharded one by one, but for its memory, which is that of `step`."""
+        groups = groups_of(self.own.model, sharded_names(self.own.model, sharded))
+        return self._replace(own=self.own._replace(groups=groups)).step
+
+
 def _run_dry(
     model: nn.Module,
     inputs: tuple[Sequence[Any], dict[str, Any]],
@@ -116,7 +159,7 @@ def _run_dry(
 ) -> _DryStep:
     update = optimizer_work(optimizer_tensors) if train else None
     with without_memory(rank, axes.num_ranks):
-        made = stand_in(model)
+        made = stand_in(model, given=laid_out.given)
         names = sharded_names(made, laid_out.sharded)
         ranks = axes.ranks_along(axes.tensor, rank)
 
@@ -139,7 +182,7 @@ def _run_dry(
         )
         groups = [] if axes.data is None else groups_of(made, names)
     memory = _memory(axes, rank, tally, groups, train=train, optimizer_tensors=optimizer_tensors)
-    return _DryStep(tally, groups, memory, update)
+    return _DryStep(tally, made, groups, memory, update)
 
 
 def _in_turns(computing: Sequence[_Computing], turns: float) -> _Computing:
