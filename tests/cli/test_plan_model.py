@@ -28,6 +28,11 @@ def make_checked() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Linear(7, 33), nn.ReLU(), nn.Linear(33, 7)), torch.ones(3, 7)
 
 
+def make_huge() -> tuple[nn.Module, torch.Tensor]:
+    """A layer of 4 TB."""
+    return nn.Linear(1000, 10**9), torch.zeros(1, 1000)
+
+
 def make_nothing() -> None:
     """A factory that has forgotten to return."""
 
@@ -95,6 +100,10 @@ def test_the_page_has_the_program_and_the_tables_of_a_plan_and_of_all_meshes(tmp
         ),
         ((f"{HERE}:make", "--ranks", "9", "--memory", "1"), "no mesh of 9 ranks has a plan: dp=9,tp=1: example_inputs"),
         ((f"{HERE}:make", "--mesh", "dp=4096", "--check"), "--ranks 4096: at most"),
+        (
+            (f"{HERE}:make_huge", "--mesh", "dp=2", "--check"),
+            "each of which needs 4,004.0 GB for the whole model, before it is laid out, and",
+        ),
         ((f"{HERE}:make", "--ranks", "9"), "find_mesh got ranks=9 on hosts=2; allowed are as many ranks on each host"),
     ],
 )
@@ -107,12 +116,14 @@ def test_refusals(arguments: tuple[str, ...], sentence: str):
 
 @pytest.mark.extended
 def test_steps_are_run_on_processes_and_move_what_was_predicted(tmp_path: Path):
-    options = ("--mesh", "dp=2,tp=2", "--objective", "memory", "--check", "--steps", "2", "--json")
+    # After the first step no time is left, and no second begins.
+    options = ("--mesh", "dp=2,tp=2", "--objective", "memory", "--check", "--seconds", "0", "--json")
     found = run(f"{HERE}:make_checked", *options)
     assert found.exit_code == 0, found.output
     checked = json.loads(found.stdout)
     assert FoundPlan.from_json(json.dumps(checked["plan"])).laid_out.styles
     assert len(checked["ranks"]) == 4
+    assert checked["steps"] == 1
     for phases in checked["ranks"]:
         assert list(phases) == ["forward", "backward", "optimizer"]
         for phase in phases.values():

@@ -58,8 +58,10 @@ def by_pictures(part: int) -> dict[str, Any]:
 
 
 def loss_of(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-    output = model(**inputs)
-    scores = getattr(output, "logits", output)
+    output: Any = model(**inputs)
+    scores: torch.Tensor = getattr(output, "logits", output)
+    if not scores.ndim:
+        return scores
     scores = scores.flatten(0, -2)
     return F.cross_entropy(scores, torch.arange(scores.shape[0]) % scores.shape[1])
 
@@ -400,3 +402,32 @@ def test_modules_that_need_values_have_results_by_hand(sizes):
     assert "*.mlp.2" in styles(plan)
     assert not any("chosen" in name for name in styles(plan)), plan
     assert "*.chosen was not run: its results are given, its FLOPs do not count" in plan.notes
+
+
+class WithLoss(nn.Module):
+    """A model of many classes that gives its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(21, 24), nn.Linear(24, 301)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.embed(tokens))
+        return F.cross_entropy(scores.flatten(0, -2), tokens.roll(-1, 1).flatten())
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 3}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.extended)], ids=str)
+def test_a_model_that_gives_its_loss_takes_it_of_scores_in_parts(sizes):
+    plan = check(WithLoss, by_tokens, sizes, objective="memory")
+    assert styles(plan)["head"] == "ColwiseParallel(balanced=True, use_local_output=False)"
+    assert styles(plan)[""] == "PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate())"
+    assert any(part.layout == "cut columns, and the loss" for part in plan.parts)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("sizes", [{"tp": 3}, {"dp": 2, "tp": 2}], ids=str)
+def test_ranks_have_whole_experts_where_features_cannot_be_cut(sizes):
+    sizes_of_it = {**_MIXTURE, "num_local_experts": 5, "intermediate_size": 4}
+    make = _transformers("MixtralForCausalLM", "MixtralConfig", **sizes_of_it)
+    plan = check(make, lambda part: {"input_ids": tokens_of(part), "use_cache": False}, sizes, every=True)
+    assert styles(plan)["model.layers.*.mlp.experts"] == "ShardedExperts()"

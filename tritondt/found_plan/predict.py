@@ -1,7 +1,7 @@
 """Prediction of a step of one rank of a whole model that is laid out: what moves, is computed and is held."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -73,8 +73,13 @@ def predict(
     *,
     train: bool,
     optimizer_tensors: int,
+    of_others: Callable[["Computing"], Sequence["Computing"]] | None = None,
 ) -> "Prediction":
-    """The prediction of a rank's step of a model, from which that of other groups of parameters follows."""
+    """The prediction of a rank's step of a model, from which that of other groups of parameters follows.
+
+    Where ranks take turns on cores, `of_others` gives what the other ranks of the tensor axis compute, for what this
+    one does, in place of a dry run of each.
+    """
 
     def run(of: int) -> _DryStep:
         return _run_dry(model, inputs, axes, laid_out, of, train=train, optimizer_tensors=optimizer_tensors)
@@ -84,11 +89,14 @@ def predict(
     if prices.turns > 1:
         # Ranks that take turns on the cores of a host last as long as the work of all; those of a data axis are alike.
         others = [it for it in axes.ranks_along(axes.tensor, rank) if it != rank]
-        computing += [run(other).computing(prices) for other in others]
+        if of_others is None:
+            computing += [run(other).computing(prices) for other in others]
+        else:
+            computing += of_others(computing[0])
     return Prediction(axes, prices, rank, train, own, _in_turns(computing, prices.turns))
 
 
-class _Computing(NamedTuple):
+class Computing(NamedTuple):
     """Seconds of computing of a rank in forward, in backward and in the optimizer."""
 
     forward: float
@@ -109,16 +117,16 @@ class _DryStep(NamedTuple):
     memory: Memory
     update: OptimizerWork | None
 
-    def computing(self, prices: Prices) -> _Computing:
+    def computing(self, prices: Prices) -> Computing:
         """Seconds of a rank that has a core, or a device, to itself."""
         forward, backward = (prices.computing_s(self.tally.work[phase]) for phase in _PHASES)
         if self.update is None:
-            return _Computing(forward, backward, 0.0)
+            return Computing(forward, backward, 0.0)
         # Optimizers take lists of parameters at once on devices, and each by itself on the CPU.
         num_times = self.tally.num_trained if prices.device_type == "cpu" else 1
         operators_s = num_times * self.update.operators * prices.costs.operator_s
         moved_s = self.memory.gradients * self.update.bytes_a_byte / prices.costs.operator_bandwidth
-        return _Computing(forward, backward, operators_s + moved_s)
+        return Computing(forward, backward, operators_s + moved_s)
 
 
 class Prediction(NamedTuple):
@@ -129,7 +137,7 @@ class Prediction(NamedTuple):
     rank: int
     train: bool
     own: _DryStep
-    computing: _Computing
+    computing: Computing
 
     @property
     def step(self) -> StepCost:
@@ -185,14 +193,14 @@ def _run_dry(
     return _DryStep(tally, made, groups, memory, update)
 
 
-def _in_turns(computing: Sequence[_Computing], turns: float) -> _Computing:
+def _in_turns(computing: Sequence[Computing], turns: float) -> Computing:
     """Seconds of the first of some ranks of which `turns` share a core, where the others do as much as these."""
     shared = (turns * sum(each) / len(computing) for each in zip(*computing, strict=True))
-    return _Computing(*map(max, computing[0], shared))
+    return Computing(*map(max, computing[0], shared))
 
 
 def _step_cost(
-    prices: Prices, rank: int, own: _DryStep, movements: Counter[Movement], computing: _Computing
+    prices: Prices, rank: int, own: _DryStep, movements: Counter[Movement], computing: Computing
 ) -> StepCost:
     def total(axis: Axis, phase: Phase) -> Traffic:
         chosen = {it: number for it, number in movements.items() if (it.axis, it.phase) == (axis, phase)}

@@ -47,7 +47,8 @@ class Crossing(NamedTuple):
 
 @dataclass
 class Recording:
-    """Calls of one pass in their order; `results` are the numbers of what the model gives back.
+    """Calls of one pass in their order; `results` are the numbers of what the model gives back, and `gives_loss` says
+    whether that is one number.
 
     `called` has the modules that were run, and whether a tensor was their first argument, `answered` those that gave
     results by hand, and `num_calls` how often both were called; `crossings` are the last calls of modules with others
@@ -57,6 +58,7 @@ class Recording:
 
     calls: list[Call] = field(default_factory=list)
     results: frozenset[int] = frozenset()
+    gives_loss: bool = False
     called: dict[str, bool] = field(default_factory=dict)
     answered: set[str] = field(default_factory=set)
     num_calls: Counter[str] = field(default_factory=Counter)
@@ -182,6 +184,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Rec
         for end in ends:
             end.remove()
     recorder.recording.results = frozenset(value.number for value in recorder.numbers.values(output))
+    recorder.recording.gives_loss = isinstance(output, torch.Tensor) and not output.ndim
     recorder.recording.parameters = frozenset(
         value.number for value in recorder.numbers.values(list(model.parameters()))
     )
