@@ -90,13 +90,14 @@ def data_movements(
         dtype, flat = str(group.dtype).removeprefix("torch."), FlatLayout(group.members, num_shards)
         if flat.numel:
             shards, whole = shards_of(flat), layout(flat, Replicate(), Replicate())
-            found[Movement("forward", "data", ranks, shards, whole, dtype)] += 1
+            gather = Movement("forward", "data", ranks, shards, whole, dtype, len(group.members))
+            found[gather] += 1
             if train and group.name:
-                found[Movement("backward", "data", ranks, shards, whole, dtype)] += 1
+                found[gather._replace(phase="backward")] += 1
         if train and group.trained:
             flat = FlatLayout(group.trained, num_shards, len(group.trained))
             terms = layout(flat, Partial("avg"), Partial("avg"))
-            found[Movement("backward", "data", ranks, terms, shards_of(flat), dtype)] += 1
+            found[Movement("backward", "data", ranks, terms, shards_of(flat), dtype, len(group.trained))] += 1
     return found
 
 

@@ -32,7 +32,10 @@ Axis = Literal["tensor", "data"]
 
 
 class Movement(NamedTuple):
-    """A redistribution among some ranks of the mesh: in forward or in backward, its layouts, and the dtype's name."""
+    """A redistribution among some ranks of the mesh: in forward or in backward, its layouts, and the dtype's name.
+
+    On the data axis it is of a group of so many parameters, which are copied from it or to it.
+    """
 
     phase: Phase
     axis: Axis
@@ -40,6 +43,7 @@ class Movement(NamedTuple):
     source: Layout
     target: Layout
     dtype: str
+    num_parameters: int = 0
 
 
 class LocalCall(NamedTuple):

@@ -249,10 +249,11 @@ class _Finder:
         num_shards, num_replicas = self.axes.size(self.axes.data), self.axes.size(self.axes.replicate)
         hosts = {self.prices.hosts[rank] for rank in self.axes.ranks_along(self.axes.data, 0)}
         inner = self.prices.costs.network if len(hosts) > 1 else self.prices.costs.host
+        copied_s = cost.parameter_bytes / self.prices.costs.copy_bandwidth if self.axes.data is not None else 0.0
         gathered = cost.parameter_bytes * (num_shards - 1) // num_shards
         averaged = 2 * cost.parameter_bytes * (num_replicas - 1) // (num_replicas * num_shards)
         return (
-            Cost(gathered / inner.bandwidth, gathered),
+            Cost(gathered / inner.bandwidth + copied_s, gathered),
             Cost(averaged / self.prices.data_link.bandwidth, averaged),
         )
 
