@@ -22,8 +22,10 @@ from tritondt.errors import ArgumentError, MeshError, ParallelizeError, was_told
 from tritondt.found_plan import FoundPlan, find_mesh, find_plan
 from tritondt.found_plan.candidates import Candidate
 from tritondt.found_plan.search import Chosen, Cost, Priced, frontier
+from tritondt.found_plan.stand_in import without_memory
 from tritondt.found_plan.style_choice import WHOLE
 from tritondt.planning.cost import CostTable
+from tritondt.redistribution.refusals import refuse_on
 
 
 def priced(random: Random) -> list[Priced]:
@@ -334,6 +336,16 @@ def test_a_refusal_is_one_sentence_and_torch_prints_no_traceback_beside_it():
         log.removeHandler(listener)
     assert heard.getvalue() == ""
     assert log.filters == filters
+
+
+def test_errors_of_a_trial_are_told_to_no_rank_of_a_world():
+    def body(rank: int) -> bool:
+        error = ValueError("a trial that fails")
+        with without_memory(rank, 2):
+            refuse_on(T.Mesh((2,)), error)
+        return was_told(error)
+
+    assert run_ranks(2, body) == [False, False]
 
 
 def test_parallel_has_it():

@@ -21,7 +21,12 @@ def without_memory(rank: int, num_ranks: int) -> Iterator[None]:
     """Context in which the thread is one rank of so many that nobody else is, and new tensors take no memory."""
     who = identity.Identity(identity.new_generation(), rank, num_ranks)
     # Constants of a model, which are no buffers of it, come as they are.
-    with identity.assumed(who), _without_torch_log(), _WithoutMemory(allow_non_fake_inputs=True):
+    with (
+        identity.assumed(who),
+        identity.without_others(),
+        _without_torch_log(),
+        _WithoutMemory(allow_non_fake_inputs=True),
+    ):
         yield
 
 
