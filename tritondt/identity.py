@@ -32,6 +32,7 @@ class Identity:
 
 class _Assumed(threading.local):
     identity: Identity | None = None
+    is_alone: bool = False
 
 
 _assumed = _Assumed()
@@ -65,6 +66,21 @@ def assumed(identity: Identity) -> Iterator[None]:
         yield
     finally:
         _assumed.identity = before
+
+
+@contextmanager
+def without_others() -> Iterator[None]:
+    """Context in which no other rank takes part, so that nobody is told of errors: a step without memory, say."""
+    before, _assumed.is_alone = _assumed.is_alone, True
+    try:
+        yield
+    finally:
+        _assumed.is_alone = before
+
+
+def is_alone() -> bool:
+    """Whether no other rank takes part in what the calling thread does."""
+    return _assumed.is_alone
 
 
 def is_assumed() -> bool:

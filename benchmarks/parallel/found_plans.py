@@ -5,17 +5,20 @@
 The demo's GPT, whose heads and features no number of ranks divides, is trained by the best plan of `find_mesh` and by
 hand: Megatron's styles, with whole sequences and with cut ones; Megatron's over half of the ranks beside sharded
 parameters; `fully_shard` of each block, and of the whole model; and torch's DistributedDataParallel. Weights, optimizer
-(AdamW) and the batch of all ranks are the same; so must be the losses. Every round is a step of each, in alternating
-order, and takes as long as its slowest rank. Predictions are by the ranks' prices, best those of `bench calibrate` in
+(AdamW) and the batch of all ranks are the same; so must be the losses, and the bytes that a step receives must be those
+predicted. Every round is a step of each, in alternating order, and takes as long as its slowest rank. Beside it stands
+the processor's time of all ranks in a step, the least of the rounds, over the cores that they share, which other
+processes of a busy machine change little. Predictions are by the ranks' prices, best those of `bench calibrate` in
 TRITONDT_COSTS; without one by built-in prices and the matmuls that the ranks measure.
 """
 
 from __future__ import annotations
 
 import datetime
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
@@ -34,9 +37,10 @@ from tritondt.cli.bench.harness import Times, time_interleaved
 from tritondt.cli.bench.json_result import json_option, write_json
 from tritondt.cli.demo.data import Batches
 from tritondt.cli.demo.model import Model, make_gpt
-from tritondt.cli.launch import run_on_ranks
+from tritondt.cli.launch import num_cores, run_on_ranks
 from tritondt.cli.surroundings import surroundings
 from tritondt.comm import world
+from tritondt.debug import CommDebugMode
 from tritondt.found_plan import find_mesh
 from tritondt.found_plan.found_plan import FoundPlan
 from tritondt.found_plan.mesh_axes import MeshAxes, mesh_axes
@@ -62,13 +66,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Side:
-    """One plan: its mesh, times of every round, predicted seconds and bytes received (None for none), and losses."""
+    """One plan: its mesh, times of every round, seconds of the processors, predicted seconds, bytes received as
+    predicted and as counted (None for none), and losses."""
 
     name: str
     mesh: str
     times: Times
+    processors_s: float
     predicted_s: float | None
     received_bytes: int | None
+    counted_bytes: int | None
     losses: tuple[float, ...]
 
 
@@ -132,15 +139,18 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self._batches = Batches(4, request.batch, request.sizes.sequence, seed=0)
         self.losses: list[float] = []
+        self.processor_s = float("inf")
 
     def step(self) -> None:
-        """Forward, backward and update; keeps the loss before it."""
+        """Forward, backward and update; keeps the loss before it, and the least of the processor's time."""
+        start = time.process_time()
         tokens, following = (it.chunk(self._num_parts)[self._part] for it in self._batches.read(len(self.losses) % 4))
         self._optimizer.zero_grad()
         loss = self._model(tokens, following)
         loss.backward()
         self._optimizer.step()
         self.losses.append(loss.item())
+        self.processor_s = min(self.processor_s, time.process_time() - start)
 
 
 def measured_flop_rate(sizes: Model) -> float:
@@ -169,22 +179,39 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
     plans = {"found": (best.mesh, best.laid_out), **by_hand(sizes, num_ranks)}
     trainers, predicted = [], []
     for axes, laid_out in plans.values():
-        parts = axes.size(axes.data)
+        parts = axes.num_parts
         inputs = tuple(it.chunk(parts)[0] for it in whole)
         step = predicted_step(_model(sizes), (inputs, {}), axes, laid_out, prices, 0, train=True, optimizer_tensors=2)
         predicted.append((step.seconds, step.traffic.received_bytes))
         plan = FoundPlan(axes, laid_out, 0, step, (), (), True)
         model = plan.apply(_model(sizes), T.Mesh(axes.sizes, axes.names))
-        trainers.append(Trainer(request, model, parts, axes.index_along(axes.data, rank)))
+        trainers.append(Trainer(request, model, parts, axes.part_of(rank)))
     trainers.append(Trainer(request, DistributedDataParallel(_model(sizes)), num_ranks, rank))
+    counted = [received_bytes(trainer) for trainer in trainers]
     times = time_interleaved([trainer.step for trainer in trainers], request.rounds, request.budget_s)
     losses = torch.tensor([trainer.losses for trainer in trainers])
     dist.all_reduce(losses)
+    processors = torch.tensor([trainer.processor_s for trainer in trainers])
+    dist.all_reduce(processors)
+    processors /= min(num_ranks, num_cores())
     if rank == 0:
         meshes = [*(str(axes) for axes, _ in plans.values()), f"dp={num_ranks}"]
-        known: Sequence[tuple[float | None, int | None]] = [*predicted, (None, None)]
-        rows = zip((*plans, _DDP), meshes, times, known, (losses / num_ranks).tolist(), strict=True)
-        send((rate, [Side(name, mesh, took, *seen, tuple(means)) for name, mesh, took, seen, means in rows]))
+        # torch's DistributedDataParallel sends by another backend.
+        known: Sequence[tuple[float | int | None, ...]] = [
+            *((*seen, moved) for seen, moved in zip(predicted, counted, strict=False)),
+            (None, None, None),
+        ]
+        means = (losses / num_ranks).tolist()
+        rows = zip((*plans, _DDP), meshes, times, processors.tolist(), known, means, strict=True)
+        found: list[Any] = [(*measured, *seen, tuple(of_side)) for *measured, seen, of_side in rows]
+        send((rate, [Side(*fields) for fields in found]))
+
+
+def received_bytes(trainer: Trainer) -> int:
+    """Bytes that a step receives; a collective call."""
+    with CommDebugMode() as comm:
+        trainer.step()
+    return comm.get_received_bytes()
 
 
 def _model(sizes: Model) -> nn.Module:
@@ -234,8 +261,13 @@ def found_plans(
     ((rate, sides),) = messages
     # A found plan may be one of those by hand, which has the same prediction.
     known = list({side.predicted_s: side for side in sides if side.predicted_s is not None}.values())
-    tau = kendall([side.predicted_s for side in known], [side.times.fastest for side in known])
-    _print_table(rate, sides, tau)
+    predicted = [side.predicted_s or 0.0 for side in known]
+    taus = {
+        "median_s": kendall(predicted, [side.times.median for side in known]),
+        "fastest_s": kendall(predicted, [side.times.fastest for side in known]),
+        "processors_s": kendall(predicted, [side.processors_s for side in known]),
+    }
+    _print_table(rate, sides, taus)
     difference = max(abs(a - b) for side in sides for a, b in zip(side.losses, sides[0].losses, strict=True))
     found = {
         "benchmark": "found_plans",
@@ -244,7 +276,8 @@ def found_plans(
         "ranks": ranks,
         "batch": batch,
         "flop_rate": rate,
-        "kendall_tau": tau,
+        "kendall_tau": taus,
+        "load": os.getloadavg()[0],
         "loss_max_abs_diff": difference,
         "plans": [
             {
@@ -252,22 +285,26 @@ def found_plans(
                 "mesh": side.mesh,
                 "median_s": side.times.median,
                 "fastest_s": side.times.fastest,
+                "processors_s": side.processors_s,
                 "predicted_s": side.predicted_s,
                 "received_bytes": side.received_bytes,
+                "counted_bytes": side.counted_bytes,
             }
             for side in sides
         ],
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
     write_json(found, json_to)
+    if wrong := [side.name for side in sides if side.counted_bytes != side.received_bytes]:
+        raise click.ClickException(f"other bytes than predicted arrive in a step of {', '.join(wrong)}")
     if not difference <= _LOSS_TOLERANCE:
         raise click.ClickException(f"the losses differ by up to {difference:.2e}; allowed is {_LOSS_TOLERANCE:.0e}")
 
 
-def _print_table(rate: float, sides: Sequence[Side], tau: float) -> None:
+def _print_table(rate: float, sides: Sequence[Side], taus: Mapping[str, float]) -> None:
     console, table = (
         Console(width=118),
-        Table("plan", "mesh", "median ms", "fastest ms", "predicted ms", "bytes in", "of best", "fastest"),
+        Table("plan", "mesh", "median ms", "fastest", "processors", "predicted", "bytes in", "of best", "fastest"),
     )
     best, fastest = (min(getattr(side.times, kind) for side in sides[1:]) for kind in ("median", "fastest"))
     for column in table.columns[2:]:
@@ -275,7 +312,8 @@ def _print_table(rate: float, sides: Sequence[Side], tau: float) -> None:
     for side in sides:
         predicted = "" if side.predicted_s is None else f"{side.predicted_s * 1e3:.1f}"
         received = "" if side.received_bytes is None else f"{side.received_bytes:,}"
-        times = f"{side.times.median * 1e3:.1f}", f"{side.times.fastest * 1e3:.1f}"
+        seconds = side.times.median, side.times.fastest, side.processors_s
+        times = [f"{it * 1e3:.1f}" for it in seconds]
         table.add_row(
             side.name,
             side.mesh,
@@ -288,7 +326,8 @@ def _print_table(rate: float, sides: Sequence[Side], tau: float) -> None:
     console.print(table)
     console.print(
         f"matmuls of {rate:.3g} FLOPs a second; of best, and fastest: in units of the best by hand\n"
-        f"Kendall's tau of predicted and fastest steps: {tau:.2f}",
+        f"Kendall's tau of predicted times and medians {taus['median_s']:.2f}, fastest steps {taus['fastest_s']:.2f}, "
+        f"processors' time {taus['processors_s']:.2f}; load {os.getloadavg()[0]:.0f}",
         highlight=False,
     )
 

@@ -8,7 +8,7 @@ import torch
 from click.testing import CliRunner
 
 from tests.harness.nccl_on_host import backend_ranks
-from tritondt.cli.bench.calibrate import Asked, Figures, measure, prices_of
+from tritondt.cli.bench.calibrate import Asked, Figures, group_prices, measure, prices_of
 from tritondt.cli.launch import num_cores
 from tritondt.cli.main import main
 from tritondt.comm.process_world import default_costs
@@ -40,6 +40,7 @@ def test_rates_of_figures():
     rates = dict(zip(RATES, (5e10, 1e11, 4e11, 2e9), strict=True))
     times = {f"{name}_s": 2 * ((side // 2) ** 3 - (side // 8) ** 3) / rate for name, rate in rates.items()}
     times |= {"step_s": OPERATORS * 8e-6, "operators_s": 8 * (1 << 20) / 3e10, "exchange_s": 7e-5, "group_s": 2e-4}
+    times["group_parameter_s"] = 3e-5
     figures = Figures(2e-5, 1e-3, 8e-6, 5e-3, 2e-2, **times)
     found = prices_of(figures, asked)
     assert found["host"]["latency_s"] == pytest.approx(1.2e-5)
@@ -47,7 +48,10 @@ def test_rates_of_figures():
     # A training step of the small model has so many operators.
     assert found["operator_s"] == pytest.approx(8e-6)
     assert found["operator_bandwidth"] == pytest.approx(3e10)
-    assert (found["exchange_s"], found["group_s"], found["is_measured"]) == (7e-5, 2e-4, True)
+    of_exchanges = tuple(found[name] for name in ("exchange_s", "group_s", "group_parameter_s"))
+    assert (*of_exchanges, found["is_measured"]) == (7e-5, 2e-4, 3e-5, True)
+    # A step with one group takes no less for its parameters than noise lets it seem.
+    assert group_prices((12 * 3e-4, 12), (2 * 2e-4, 2), 6) == (3e-4, 0.0)
 
 
 def test_prices_of_collectives_are_those_that_a_plan_gets_back():
@@ -106,6 +110,7 @@ def test_what_is_printed_is_what_the_environment_takes(monkeypatch, tmp_path):
         "operator_bandwidth",
         "exchange_s",
         "group_s",
+        "group_parameter_s",
     ):
         assert getattr(found["cpu"], name) == prices[name] >= 0
     assert found["cpu"].rate("float64") == prices["flop_rates"]["float64"] > 0

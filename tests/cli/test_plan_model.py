@@ -28,6 +28,11 @@ def make_checked() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Linear(7, 33), nn.ReLU(), nn.Linear(33, 7)), torch.ones(3, 7)
 
 
+def make_huge() -> tuple[nn.Module, torch.Tensor]:
+    """A layer of 4 TB."""
+    return nn.Linear(1000, 10**9), torch.zeros(1, 1000)
+
+
 def make_nothing() -> None:
     """A factory that has forgotten to return."""
 
@@ -51,8 +56,8 @@ def test_all_meshes_of_so_many_ranks_are_compared():
     assert found.exit_code == 0, found.output
     lines = found.stdout.splitlines()
     assert lines[0] == "least bytes of a rank"
-    assert [line.split()[0] for line in lines[2:5]] == ["dp=1,tp=4", "dp=2,tp=2", "dp=4,tp=1"]
-    assert [line.split("  ")[0] for line in lines[5:7]] == [
+    assert [line.split()[0] for line in lines[2:6]] == ["dp=1,tp=4", "dp=2,tp=2", "replicate=2,dp=2,tp=1", "dp=4,tp=1"]
+    assert [line.split("  ")[0] for line in lines[6:8]] == [
         "dp=1,tp=4, host half as fast",
         "dp=1,tp=4, network half as fast",
     ]
@@ -95,6 +100,10 @@ def test_the_page_has_the_program_and_the_tables_of_a_plan_and_of_all_meshes(tmp
         ),
         ((f"{HERE}:make", "--ranks", "9", "--memory", "1"), "no mesh of 9 ranks has a plan: dp=9,tp=1: example_inputs"),
         ((f"{HERE}:make", "--mesh", "dp=4096", "--check"), "--ranks 4096: at most"),
+        (
+            (f"{HERE}:make_huge", "--mesh", "dp=2", "--check"),
+            "each of which needs 4,004.0 GB for the whole model, before it is laid out, and",
+        ),
         ((f"{HERE}:make", "--ranks", "9"), "find_mesh got ranks=9 on hosts=2; allowed are as many ranks on each host"),
     ],
 )
@@ -107,12 +116,14 @@ def test_refusals(arguments: tuple[str, ...], sentence: str):
 
 @pytest.mark.extended
 def test_steps_are_run_on_processes_and_move_what_was_predicted(tmp_path: Path):
-    options = ("--mesh", "dp=2,tp=2", "--objective", "memory", "--check", "--steps", "2", "--json")
+    # After the first step no time is left, and no second begins.
+    options = ("--mesh", "dp=2,tp=2", "--objective", "memory", "--check", "--seconds", "0", "--json")
     found = run(f"{HERE}:make_checked", *options)
     assert found.exit_code == 0, found.output
     checked = json.loads(found.stdout)
     assert FoundPlan.from_json(json.dumps(checked["plan"])).laid_out.styles
     assert len(checked["ranks"]) == 4
+    assert checked["steps"] == 1
     for phases in checked["ranks"]:
         assert list(phases) == ["forward", "backward", "optimizer"]
         for phase in phases.values():
@@ -161,6 +172,10 @@ def test_a_configuration_of_transformers_takes_no_weights(tmp_path: Path):
         (
             '{"model_type": "nonsense"}',
             "Unrecognized model identifier: nonsense. Allowed is a config.json with a",
+        ),
+        (
+            json.dumps({**fields, "num_attention_heads": 7}),
+            "The hidden size (96) is not a multiple of the number of attention heads (7). Allowed is a config.json",
         ),
     ]:
         path.write_text(text)

@@ -19,11 +19,13 @@ import tritondt as T
 from tests.found_plan.models import Llama, NormLast, Running
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.errors import ArgumentError, MeshError, ParallelizeError, was_told
-from tritondt.found_plan import FoundPlan, find_plan
+from tritondt.found_plan import FoundPlan, find_mesh, find_plan
 from tritondt.found_plan.candidates import Candidate
 from tritondt.found_plan.search import Chosen, Cost, Priced, frontier
+from tritondt.found_plan.stand_in import without_memory
 from tritondt.found_plan.style_choice import WHOLE
 from tritondt.planning.cost import CostTable
+from tritondt.redistribution.refusals import refuse_on
 
 
 def priced(random: Random) -> list[Priced]:
@@ -97,8 +99,14 @@ def test_inputs_that_do_not_fit_are_refused_by_the_module_that_they_do_not_fit()
         ({"dp": 2, "pp": 3}, None, r"nothing can use the axis 'pp' of 3 ranks"),
         ({"dp": 2, "fsdp": 2}, None, r"the axes \['dp', 'fsdp'\] would both have the role 'data'"),
         ({"tp": 0}, None, r"find_plan got the mesh \{'tp': 0\}; allowed are sizes of at least 1 by name"),
+        ({"dp": 2, "replicate": 2}, None, r"'replicate' replicates what an axis after it shards, and the mesh is"),
+        ({"replicate": 2, "tp": 2}, None, r"with one rank on dp where parameters are not sharded"),
         ({"x": 2}, {"tensor": "x", "data": "x"}, r"two roles for one axis; allowed is an axis for each role"),
-        ({"tp": 2}, {"expert": "tp"}, r"allowed are the roles \('tensor', 'data'\) with names of the mesh, \('tp',\)"),
+        (
+            {"tp": 2},
+            {"expert": "tp"},
+            r"allowed are the roles \('tensor', 'data', 'replicate'\) with names of the mesh, \('tp',\)",
+        ),
     ],
 )
 def test_meshes_whose_axes_have_no_use(mesh, axes, sentence):
@@ -261,6 +269,30 @@ def test_rows_that_values_choose_are_refused_by_operator_and_module():
         find_plan(nn.Sequential(OrderedDict(rows=Rows())), {"tp": 2}, torch.ones(3, 8))
 
 
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"row": torch.ones(3, 8)}, r"names 'row', and Sequential has no such module inside; allowed are names of its"),
+        ({"rows": "(3, 8)"}, r"has '\(3, 8\)' for 'rows'; allowed are a tensor, whose values do not count, or a tuple"),
+        ({"rows": ()}, r"has \(\) for 'rows'; allowed are a tensor"),
+    ],
+)
+def test_results_by_hand_are_tensors_of_modules(given, sentence):
+    with pytest.raises(ArgumentError, match=sentence):
+        find_plan(nn.Sequential(OrderedDict(rows=Rows())), {"tp": 2}, torch.ones(3, 8), module_results=given)
+
+
+def test_a_refusal_says_how_results_are_given_by_hand_and_a_mesh_cuts_them_with_the_inputs():
+    model = nn.Sequential(OrderedDict(rows=Rows(), up=nn.Linear(8, 9)))
+    with pytest.raises(ParallelizeError, match=r"or module_results=\{name: a tensor\} with the results of a module"):
+        find_plan(model, {"tp": 2}, torch.ones(4, 8))
+    found = find_mesh(model, 2, torch.ones(4, 8), module_results={"rows": torch.ones(4, 8)})
+    assert {str(plan.mesh): plan.laid_out.given[0].tensors for plan in found.plans} == {
+        "dp=1,tp=2": (((4, 8), "float32"),),
+        "dp=2,tp=1": (((2, 8), "float32"),),
+    }
+
+
 class Turning(nn.Module):
     """Tables of positions as plain attributes, one of them in a list, as code of Llama keeps them."""
 
@@ -304,6 +336,16 @@ def test_a_refusal_is_one_sentence_and_torch_prints_no_traceback_beside_it():
         log.removeHandler(listener)
     assert heard.getvalue() == ""
     assert log.filters == filters
+
+
+def test_errors_of_a_trial_are_told_to_no_rank_of_a_world():
+    def body(rank: int) -> bool:
+        error = ValueError("a trial that fails")
+        with without_memory(rank, 2):
+            refuse_on(T.Mesh((2,)), error)
+        return was_told(error)
+
+    assert run_ranks(2, body) == [False, False]
 
 
 def test_parallel_has_it():

@@ -58,8 +58,10 @@ def by_pictures(part: int) -> dict[str, Any]:
 
 
 def loss_of(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-    output = model(**inputs)
-    scores = getattr(output, "logits", output)
+    output: Any = model(**inputs)
+    scores: torch.Tensor = getattr(output, "logits", output)
+    if not scores.ndim:
+        return scores
     scores = scores.flatten(0, -2)
     return F.cross_entropy(scores, torch.arange(scores.shape[0]) % scores.shape[1])
 
@@ -81,7 +83,7 @@ def check(
 ) -> FoundPlan:
     """The plan found for a model, trained by its code on rank threads, first and last of which are predicted."""
     axes = mesh_axes(sizes)
-    num_parts = axes.size(axes.data)
+    num_parts = axes.num_parts
     predicted = range(axes.num_ranks) if every else (0, axes.num_ranks - 1)
     costs: CostTable = run_ranks(axes.num_ranks, lambda rank: world.current().costs_for("cpu"))[0]
     expected = train(seeded(make), [inputs(part) for part in range(num_parts)])
@@ -93,11 +95,11 @@ def check(
         model: nn.Module = seeded(make)
         if not by_code:
             return plan.apply(model, mesh)
-        exec(plan.code, {"model": model, "mesh": dict.fromkeys(axes.names, mesh)})
+        exec(plan.code, {"model": model, "mesh": dict.fromkeys((*axes.names, axes.data_axes), mesh)})
         return model
 
     def body(rank: int) -> Any:
-        own = inputs(axes.index_along(axes.data, rank))
+        own = inputs(axes.part_of(rank))
         mesh = T.Mesh(axes.sizes, axes.names)
         model = laid_out(mesh)
         with CommDebugMode() as comm:
@@ -105,7 +107,7 @@ def check(
         messages = sum(count.num_sent for count in comm.by_kind().values())
         counted = comm.get_sent_bytes(), comm.get_received_bytes(), messages
         if rank not in predicted:
-            return train(laid_out(mesh, by_code=mesh.ndim == 1), [own])
+            return train(laid_out(mesh, by_code=axes.data_axes in ((), axes.names) or mesh.ndim == 1), [own])
         prices = Prices("cpu", costs, world.current().hosts(range(axes.num_ranks)))
         step = predicted_step(
             seeded(make), ((), own), axes, plan.laid_out, prices, rank, train=True, optimizer_tensors=2
@@ -117,7 +119,7 @@ def check(
         )
         assert held == step.memory.parameters
         assert rank or step == plan.step
-        return train(laid_out(mesh, by_code=mesh.ndim == 1), [own])
+        return train(laid_out(mesh, by_code=axes.data_axes in ((), axes.names) or mesh.ndim == 1), [own])
 
     found = run_ranks(axes.num_ranks, body)
     means = [sum(losses) / axes.num_ranks for losses in zip(*found, strict=True)]
@@ -227,6 +229,23 @@ def bounded(
     given = sizes, inputs(0)
     free = find_plan(seeded(make), *given, objective="memory", costs=CostTable(flop_rate=1e8))
     return check(make, inputs, sizes, memory_bytes=int(free.step.memory.most * share), **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "objective"),
+    [
+        ({"replicate": 2, "dp": 2}, "memory"),
+        pytest.param({"replicate": 2, "dp": 2, "tp": 2}, "step time", marks=pytest.mark.extended),
+        pytest.param({"replicate": 3, "dp": 1}, "bytes", marks=pytest.mark.extended),
+    ],
+    ids=str,
+)
+def test_parameters_are_sharded_inside_of_replicas(sizes, objective):
+    plan = check(blocks_alone, rows_of, sizes, every=True, objective=objective)
+    assert 'fully_shard(model, mesh=mesh["replicate", "dp"])' in plan.code
+    memory, alone = plan.step.memory, find_plan(blocks_alone(), {"dp": sizes["dp"]}, rows_of(0))
+    if "tp" not in sizes and sizes["dp"] > 1:
+        assert memory.parameters == alone.step.memory.parameters
 
 
 def many_rows(part: int) -> dict[str, Any]:
@@ -343,3 +362,72 @@ def test_experts_of_transformers_are_cut_by_features(sizes):
     make = _transformers("MixtralForCausalLM", "MixtralConfig", **_MIXTURE)
     plan = check(make, lambda part: {"input_ids": tokens_of(part), "use_cache": False}, sizes, every=True)
     assert styles(plan)["model.layers.*.mlp.experts"].startswith("ShardedExperts(features={'gate_up_proj': 'packed_")
+
+
+class Chosen(nn.Module):
+    """A layer that runs on those rows alone that a test of their values chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.where(x[..., 0] > 0)
+        return torch.zeros_like(x).index_put(rows, self.inner(x[rows]))
+
+
+class ChoosingBlock(nn.Module):
+    """A layer beside one whose shapes follow from values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen, self.mlp = Chosen(), nn.Sequential(nn.Linear(6, 15), nn.ReLU(), nn.Linear(15, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.chosen(x)
+        found: torch.Tensor = x + self.mlp(x)
+        return found
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, pytest.param({"tp": 3}, marks=pytest.mark.extended)], ids=str)
+def test_modules_that_need_values_have_results_by_hand(sizes):
+    given = {"*.chosen": torch.empty(2, 3, 6, device="meta")}
+    plan = check(
+        lambda: nn.Sequential(*(ChoosingBlock() for _ in range(3))),
+        rows_of,
+        sizes,
+        objective="memory",
+        module_results=given,
+    )
+    assert "*.mlp.2" in styles(plan)
+    assert not any("chosen" in name for name in styles(plan)), plan
+    assert "*.chosen was not run: its results are given, its FLOPs do not count" in plan.notes
+
+
+class WithLoss(nn.Module):
+    """A model of many classes that gives its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(21, 24), nn.Linear(24, 301)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.embed(tokens))
+        return F.cross_entropy(scores.flatten(0, -2), tokens.roll(-1, 1).flatten())
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 3}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.extended)], ids=str)
+def test_a_model_that_gives_its_loss_takes_it_of_scores_in_parts(sizes):
+    plan = check(WithLoss, by_tokens, sizes, objective="memory")
+    assert styles(plan)["head"] == "ColwiseParallel(balanced=True, use_local_output=False)"
+    assert styles(plan)[""] == "PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate())"
+    assert any(part.layout == "cut columns, and the loss" for part in plan.parts)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("sizes", [{"tp": 3}, {"dp": 2, "tp": 2}], ids=str)
+def test_ranks_have_whole_experts_where_features_cannot_be_cut(sizes):
+    sizes_of_it = {**_MIXTURE, "num_local_experts": 5, "intermediate_size": 4}
+    make = _transformers("MixtralForCausalLM", "MixtralConfig", **sizes_of_it)
+    plan = check(make, lambda part: {"input_ids": tokens_of(part), "use_cache": False}, sizes, every=True)
+    assert styles(plan)["model.layers.*.mlp.experts"] == "ShardedExperts()"

@@ -64,6 +64,7 @@ def test_found_plans_and_plans_by_hand_have_equal_losses():
     assert names[0] == "found"
     assert {"Megatron", "Megatron, sequences cut", "fully_shard of blocks", "DistributedDataParallel"} < set(names)
     assert found["loss_max_abs_diff"] <= 1e-4
+    assert all(plan["counted_bytes"] == plan["received_bytes"] for plan in found["plans"])
     assert found["plans"][0]["predicted_s"] <= 1.001 * min(plan["predicted_s"] for plan in found["plans"][:-1])
     assert kendall([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(2 / 3)
 

@@ -236,6 +236,7 @@ def _memory(_: click.Context, __: click.Parameter, text: str | None) -> int | No
 @_written("--html", "Write a page with the program and the tables.")
 @click.option("--check", "is_checked", is_flag=True, help="Run steps of it too, and compare.")
 @click.option("--steps", type=_AT_LEAST_1, default=10, show_default=True, help="Steps that --check runs.")
+@click.option("--seconds", type=float, default=120.0, show_default=True, help="Time for its steps; one runs anyway.")
 @_as_json
 def plan_model(**values: Any) -> None:
     """Find the layout of a model: styles, bytes, memory, predicted time.

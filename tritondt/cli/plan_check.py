@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import click
@@ -16,11 +17,13 @@ import tritondt as T
 from tritondt import events
 from tritondt.cli import ranks as joined_ranks
 from tritondt.cli.outputs import ProgressLine, is_first
+from tritondt.cli.surroundings import free_bytes
 from tritondt.events import StepRan
 from tritondt.found_plan import FoundPlan
 from tritondt.found_plan.dry_run import start_backward
 from tritondt.found_plan.find import OPTIMIZER_TENSORS, arguments
-from tritondt.found_plan.predict import predicted_step
+from tritondt.found_plan.mesh_axes import MeshAxes
+from tritondt.found_plan.predict import Computing, predict
 from tritondt.found_plan.prices import prices_of_world
 from tritondt.found_plan.step_cost import StepCost, columns
 from tritondt.found_plan.traffic import Traffic
@@ -40,13 +43,14 @@ Make = Callable[[str], tuple[nn.Module, Any]]
 
 @dataclass(frozen=True)
 class Request:
-    """The steps that ranks are to run: a model, a plan as JSON, and their number."""
+    """The steps that ranks are to run: a model, a plan as JSON, their number, and the seconds that they may take."""
 
     make: Make
     plan: str
     device_type: str
     optimizer: str
     num_steps: int
+    budget_s: float
 
 
 @dataclass
@@ -75,43 +79,64 @@ class Phase:
 
 
 Checked = dict[str, Phase]
+Send = Callable[[object], None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """Phases of every rank, and the number of steps that ran."""
+
+    of_all: list[Checked]
+    num_steps: int
 
 
 def _counts(moved: Moved) -> tuple[int, int, int]:
     return moved.sent_bytes, moved.received_bytes, moved.messages
 
 
-def check_on_rank(send: Callable[[object], None], request: Request) -> None:
-    """Runs the steps; rank 0 sends the phases of every rank. A collective call."""
+def check_on_rank(send: Send, request: Request) -> None:
+    """Runs the steps; rank 0 sends words on what is done, and what was found at last. A collective call."""
+
+    def tell(text: str) -> None:
+        if dist.get_rank() == 0:
+            send(text)
+
     if request.device_type == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = _phases(request)
+        found, num_steps = _phases(request, tell)
     finally:
         torch.set_num_threads(threads)
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, found)
     if dist.get_rank() == 0:
-        send(of_all)
+        send(Found(of_all, num_steps))
 
 
-def _phases(request: Request) -> Checked:
+def _phases(request: Request, tell: Callable[[str], None]) -> tuple[Checked, int]:
+    """Phases of this rank, and the number of steps, at least 1; a collective call."""
+    tell("making the model on every rank")
     plan = FoundPlan.from_json(request.plan)
     torch.manual_seed(0)
     model, inputs = request.make(request.device_type)
     given = arguments(inputs)
     mesh = T.Mesh(plan.mesh.sizes, plan.mesh.names, device_type=request.device_type)
     tensors, prices = OPTIMIZER_TENSORS[request.optimizer], prices_of_world(mesh)
-    options: Any = {"train": True, "optimizer_tensors": tensors}
-    step = predicted_step(model, given, plan.mesh, plan.laid_out, prices, dist.get_rank(), **options)
+    options: Any = {"train": True, "optimizer_tensors": tensors, "of_others": partial(_of_tensor_axis, plan.mesh)}
+    tell("predicting the step of every rank")
+    step = predict(model, given, plan.mesh, plan.laid_out, prices, dist.get_rank(), **options).step
+    tell("laying the model out")
     plan.apply(model, mesh)
     runner = _Runner(model, given, _OPTIMIZERS[request.optimizer](model.parameters()), request.device_type)
+    tell("running steps that do not count")
     for _ in range(_WARM_UP):
         runner.step()
-    found = _predicted(step)
-    for _ in range(request.num_steps):
+    found, started, num_steps = _predicted(step), time.monotonic(), 0
+    while num_steps < request.num_steps and not (num_steps and _is_over(started + request.budget_s)):
+        num_steps += 1
+        tell(f"running step {num_steps} of {request.num_steps}")
         for name, (seconds, moved) in runner.step().items():
             phase = found[name]
             if phase.seconds == float("inf"):
@@ -120,7 +145,22 @@ def _phases(request: Request) -> Checked:
                 raise RuntimeError(f"{name} moved {phase.moved} in one step and {moved} in another")
             phase.moved.seconds = min(phase.moved.seconds, moved.seconds)
             phase.seconds = min(phase.seconds, seconds)
-    return found
+    return found, num_steps
+
+
+def _of_tensor_axis(axes: MeshAxes, own: Computing) -> list[Computing]:
+    """Seconds that the other ranks of this one's tensor axis compute; a collective call of all ranks."""
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, tuple(own))
+    rank = dist.get_rank()
+    return [Computing(*of_all[other]) for other in axes.ranks_along(axes.tensor, rank) if other != rank]
+
+
+def _is_over(end: float) -> bool:
+    """Whether a rank has come to its end of the time, as all ranks know; a collective call."""
+    is_over = torch.tensor(float(time.monotonic() >= end))
+    dist.all_reduce(is_over, dist.ReduceOp.MAX)
+    return bool(is_over)
 
 
 def _predicted(step: StepCost) -> Checked:
@@ -189,21 +229,43 @@ def refuse_unrunnable(num_ranks: int, device_type: str) -> None:
         raise click.UsageError(f"--check of {num_ranks} ranks was asked for, but the launcher has started {launched}")
 
 
-def check(make: Make, plan: FoundPlan, device_type: str, optimizer: str, num_steps: int) -> list[Checked]:
-    """Phases of every rank in steps of a plan, on processes that are started here or by a launcher; empty on others.
+def refuse_unheld(num_ranks: int, num_bytes: int, what: str, device_type: str) -> None:
+    """Refuses steps for which this machine lacks memory: each of so many ranks needs `num_bytes` for `what`."""
+    free = free_bytes()
+    if device_type != "cpu" or free is None or joined_ranks.num_launched() is not None:
+        return
+    if num_ranks * num_bytes > free:
+        raise click.ClickException(
+            f"--check starts {num_ranks} ranks here, each of which needs {num_bytes / 1e9:,.1f} GB for {what}, and "
+            f"{free / 1e9:,.1f} GB are free; allowed is a model of fewer layers, as by num_hidden_layers of --config, "
+            "or fewer ranks"
+        )
 
-    ClickException where a rank fails.
+
+def check(
+    make: Make, plan: FoundPlan, device_type: str, optimizer: str, num_steps: int, budget_s: float
+) -> Found | None:
+    """Phases of steps of a plan, and their number, on processes that are started here or by a launcher; None on others.
+
+    After `budget_s` seconds no further step begins. ClickException where a rank fails.
     """
     num_ranks = joined_ranks.join(plan.mesh.num_ranks, plan.mesh.num_ranks)
-    found: list[Any] = []
-    request = Request(make, plan.to_json(), device_type, optimizer, num_steps)
+    found: list[Found] = []
+    request = Request(make, plan.to_json(), device_type, optimizer, num_steps, budget_s)
     with ProgressLine() as progress:
-        progress.tell(f"running {num_steps} steps on {num_ranks} ranks")
-        status, errors = joined_ranks.run(num_ranks, check_on_rank, request, found.append)
+
+        def hear(message: object) -> None:
+            if isinstance(message, Found):
+                found.append(message)
+            else:
+                progress.tell(f"{num_ranks} ranks: {message}")
+
+        progress.tell(f"starting {num_ranks} ranks")
+        status, errors = joined_ranks.run(num_ranks, check_on_rank, request, hear)
     joined_ranks.leave()
     if status:
         raise click.ClickException("; ".join(errors))
-    return found[0] if is_first() else []
+    return found[0] if is_first() else None
 
 
 def check_text(of_all: list[Checked], num_steps: int) -> str:

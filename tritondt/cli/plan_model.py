@@ -18,7 +18,7 @@ from torch import nn
 
 from tritondt.cli.html_page import page, table
 from tritondt.cli.outputs import ProgressLine, is_first
-from tritondt.cli.plan_check import check, check_text, differences, refuse_unrunnable
+from tritondt.cli.plan_check import check, check_text, differences, refuse_unheld, refuse_unrunnable
 from tritondt.errors import ParallelizeError
 from tritondt.found_plan import FoundMesh, FoundPlan, find_mesh, find_plan
 from tritondt.found_plan.step_cost import closing_lines, part_rows, recomputed_rows, traffic_rows
@@ -40,6 +40,7 @@ def plan_model(
     html: str | None,
     is_checked: bool,
     steps: int,
+    seconds: float,
     as_json: bool,
 ) -> None:
     """Prints the layout that is found for a model, and writes the page and runs the steps that were asked for."""
@@ -53,6 +54,10 @@ def plan_model(
         progress.tell("making the model")
         source = Source(factory, config, batch, sequence, dtype)
         model, inputs = source("meta")
+        if is_checked:
+            num_ranks = prod(mesh.values()) if mesh is not None else ranks or 0
+            whole = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+            refuse_unheld(num_ranks, whole, "the whole model, before it is laid out", device)
         progress.tell("recording the model, and trying its parts")
         found: FoundPlan | FoundMesh
         options: dict[str, Any] = {"memory_bytes": memory, "objective": objective, "optimizer": optimizer}
@@ -66,16 +71,21 @@ def plan_model(
     if html is not None and is_first():
         write_page(Path(html), found)
     if is_checked:
-        _check(found if isinstance(found, FoundPlan) else found.best, source, device, optimizer, steps, as_json)
+        plan = found if isinstance(found, FoundPlan) else found.best
+        refuse_unheld(plan.mesh.num_ranks, plan.step.memory.most, "a step", device)
+        _check(plan, source, device, optimizer, steps, seconds, as_json)
     elif is_first():
         click.echo(found.to_json() if as_json else str(found))
 
 
-def _check(plan: FoundPlan, source: Source, device: str, optimizer: str, num_steps: int, as_json: bool) -> None:
+def _check(
+    plan: FoundPlan, source: Source, device: str, optimizer: str, num_steps: int, budget_s: float, as_json: bool
+) -> None:
     """Runs steps of a plan, and prints it with what they took; ClickException for bytes that were not predicted."""
-    of_all = check(source, plan, device, optimizer, num_steps)
-    if not of_all:
+    found = check(source, plan, device, optimizer, num_steps, budget_s)
+    if found is None:
         return
+    of_all, num_steps = found.of_all, found.num_steps
     if as_json:
         ranks = [{name: asdict(phase) for name, phase in phases.items()} for phases in of_all]
         click.echo(json.dumps({"plan": json.loads(plan.to_json()), "steps": num_steps, "ranks": ranks}))
@@ -144,8 +154,8 @@ def _of_config(path: Path | None, batch: int, sequence: int, dtype: str, device:
                 model = getattr(transformers, names[0])(configuration)
             else:
                 model = transformers.AutoModelForCausalLM.from_config(configuration)
-    except ValueError as error:
-        told = str(error).splitlines()[0].partition(" Should contain")[0]
+    except _refusals_of_fields() as error:
+        told = str(error.__cause__ or error).splitlines()[0].partition(" Should contain")[0]
         raise click.BadParameter(
             f"transformers {transformers.__version__} makes no model of {path}: {told} Allowed is a config.json with a "
             "model_type that it knows, and a class of it in architectures"
@@ -154,6 +164,12 @@ def _of_config(path: Path | None, batch: int, sequence: int, dtype: str, device:
     if getattr(configuration, "use_cache", False):
         inputs["use_cache"] = False
     return model.to(getattr(torch, dtype)), inputs
+
+
+def _refusals_of_fields() -> tuple[type[Exception], ...]:
+    """Errors of configurations whose fields are no numbers, or do not fit each other; the last from transformers 5."""
+    found = getattr(importlib.import_module("huggingface_hub.errors"), "StrictDataclassError", ValueError)
+    return ValueError, TypeError, found
 
 
 def write_page(path: Path, found: FoundPlan | FoundMesh) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import tritondt as T
 from tritondt.cli.launch import num_cores
 
-_CPUINFO = Path("/proc/cpuinfo")
+_CPUINFO, _MEMORY = Path("/proc/cpuinfo"), Path("/proc/meminfo")
 
 
 def surroundings() -> dict[str, Any]:
@@ -25,6 +25,14 @@ def surroundings() -> dict[str, Any]:
         "machine": {"platform": platform.platform(), "processor": _processor(), "cores": num_cores()},
         "versions": versions(),
     }
+
+
+def free_bytes() -> int | None:
+    """Bytes of memory that this machine has free; None where it does not say."""
+    if not _MEMORY.exists():
+        return None
+    lines = (line.split() for line in _MEMORY.read_text(encoding="utf-8").splitlines())
+    return next((int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"), None)
 
 
 def run_fields(before: Mapping[str, Any]) -> dict[str, Any]:

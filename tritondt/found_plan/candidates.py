@@ -160,6 +160,8 @@ def lone_candidates(model: nn.Module, names: Sequence[str], num_ranks: int) -> I
         features = feature_styles(module)
         if features is not None:
             yield Candidate("cut features of experts", ((name, style("ShardedExperts", features=features)),))
+            if module._parameters["down_proj"].shape[0] >= num_ranks:  # type: ignore[union-attr]
+                yield Candidate("whole experts", ((name, style("ShardedExperts")),))
         elif isinstance(module, nn.Embedding):
             if min(module.weight.shape) >= num_ranks and not _needs_rows(module):
                 yield Candidate("cut rows", ((name, style("RowwiseParallel", balanced=True)),))
@@ -172,6 +174,21 @@ def lone_candidates(model: nn.Module, names: Sequence[str], num_ranks: int) -> I
             yield Candidate("cut columns", ((name, columns),))
             yield Candidate("cut rows", ((name, rows),))
     yield from _tied(model, modules, num_ranks)
+
+
+def loss_candidates(model: nn.Module, names: Sequence[str], num_ranks: int) -> Iterator[Candidate]:
+    """Candidates of a model that gives its loss: a linear layer by columns, whose scores the loss takes in parts.
+
+    Plain targets beside these count as alike on every rank, as under loss_parallel, and the model gives a plain loss.
+    """
+    plain = style("PrepareModuleOutput", output_layouts="R", desired_output_layouts="R")
+    tied = {user.name.rpartition(".")[0] for users in ties_of(model) for user in users}
+    for name in names:
+        module = model.get_submodule(name)
+        if name not in tied and is_linear(module) and min(num_features(module)) >= num_ranks:
+            transposed = is_transposed(module) or None
+            columns = style("ColwiseParallel", balanced=True, transposed=transposed, use_local_output=False)
+            yield Candidate("cut columns, and the loss", ((name, columns), ("", plain)), replicates_plain=True)
 
 
 def _tied(model: nn.Module, modules: Mapping[str, nn.Module], num_ranks: int) -> Iterator[Candidate]:

@@ -18,7 +18,7 @@ from tritondt.fsdp.flat_layout import FlatLayout, Member
 from tritondt.fsdp.state import ShardedState
 from tritondt.parallel.forward_pass import APART
 from tritondt.sharding.layout import Layout
-from tritondt.sharding.placement import Partial, Replicate, Shard
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 
 
 class Group(NamedTuple):
@@ -69,25 +69,36 @@ def largest_shard(groups: Sequence[Group], num_ranks: int, index: int) -> int:
     return max(shards, default=0)
 
 
-def data_movements(groups: Sequence[Group], ranks: tuple[int, ...], *, train: bool) -> Counter[Movement]:
-    """Exchanges of a step over the data axis: parameters gathered in forward and in backward, gradients averaged."""
+def data_movements(
+    groups: Sequence[Group], ranks: tuple[int, ...], num_replicas: int = 1, *, train: bool
+) -> Counter[Movement]:
+    """Exchanges of a step over the data axes: parameters gathered in forward and in backward, gradients averaged.
+
+    `ranks` are those of all replicas, of which each has the shards of all parameters.
+    """
     found: Counter[Movement] = Counter()
+    num_shards = len(ranks) // num_replicas
+    shape = (num_shards,) if num_replicas == 1 else (num_replicas, num_shards)
+
+    def layout(flat: FlatLayout, placement: Placement, of_replicas: Placement) -> Layout:
+        return Layout(shape, (of_replicas, placement)[-len(shape) :], (flat.numel,))
+
+    def shards_of(flat: FlatLayout) -> Layout:
+        return layout(flat, Shard(0, sizes=flat.lengths), Replicate())
+
     for group in groups:
-        dtype, flat = str(group.dtype).removeprefix("torch."), FlatLayout(group.members, len(ranks))
+        dtype, flat = str(group.dtype).removeprefix("torch."), FlatLayout(group.members, num_shards)
         if flat.numel:
-            shards, whole = _shards(flat), Layout((len(ranks),), (Replicate(),), (flat.numel,))
-            found[Movement("forward", "data", ranks, shards, whole, dtype)] += 1
+            shards, whole = shards_of(flat), layout(flat, Replicate(), Replicate())
+            gather = Movement("forward", "data", ranks, shards, whole, dtype, len(group.members))
+            found[gather] += 1
             if train and group.name:
-                found[Movement("backward", "data", ranks, shards, whole, dtype)] += 1
+                found[gather._replace(phase="backward")] += 1
         if train and group.trained:
-            flat = FlatLayout(group.trained, len(ranks), len(group.trained))
-            terms = Layout((len(ranks),), (Partial("avg"),), (flat.numel,))
-            found[Movement("backward", "data", ranks, terms, _shards(flat), dtype)] += 1
+            flat = FlatLayout(group.trained, num_shards, len(group.trained))
+            terms = layout(flat, Partial("avg"), Partial("avg"))
+            found[Movement("backward", "data", ranks, terms, shards_of(flat), dtype, len(group.trained))] += 1
     return found
-
-
-def _shards(flat: FlatLayout) -> Layout:
-    return Layout((flat.num_ranks,), (Shard(0, sizes=flat.lengths),), (flat.numel,))
 
 
 def sharded_patterns(model: nn.Module, blocks: RepeatedBlocks, called_once: Set[str]) -> tuple[str, ...]:

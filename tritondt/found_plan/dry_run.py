@@ -21,7 +21,7 @@ from tritondt.errors import ParallelizeError
 from tritondt.found_plan.attention_heads import HeadCut, adapt_heads
 from tritondt.found_plan.live_bytes import LiveBytes
 from tritondt.found_plan.style_choice import StyleChoice
-from tritondt.found_plan.work import Work, work_of
+from tritondt.found_plan.work import Work, num_groups, work_of
 from tritondt.parallel import parallelize_module
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh
@@ -32,7 +32,10 @@ Axis = Literal["tensor", "data"]
 
 
 class Movement(NamedTuple):
-    """A redistribution among some ranks of the mesh: in forward or in backward, its layouts, and the dtype's name."""
+    """A redistribution among some ranks of the mesh: in forward or in backward, its layouts, and the dtype's name.
+
+    On the data axis it is of a group of so many parameters, which are copied from it or to it.
+    """
 
     phase: Phase
     axis: Axis
@@ -40,6 +43,7 @@ class Movement(NamedTuple):
     source: Layout
     target: Layout
     dtype: str
+    num_parameters: int = 0
 
 
 class LocalCall(NamedTuple):
@@ -71,9 +75,9 @@ class Tally:
 class _Counting(TorchDispatchMode):
     """Counts what runs on local tensors, and redistributions."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares: Mapping[int, float] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tally, self.live = Tally(), LiveBytes()
+        self.tally, self.live, self._shares = Tally(), LiveBytes(), shares or {}
         self.phase: Phase = "forward"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,6 +94,8 @@ class _Counting(TorchDispatchMode):
             self.tally.movements[Movement(self.phase, "tensor", source.mesh.ranks, *layouts, dtype)] += 1
         elif not func.is_view and func.namespace == "aten":
             work = work_of(func, args, kwargs, found)
+            share = self._shares.get(num_groups(func, args, kwargs), 1)
+            work = work._replace(flops=round(work.flops * share))
             self.tally.flops[self.phase] += work.flops
             self.tally.work[self.phase][work] += 1
             if self.phase == "forward":
@@ -127,7 +133,7 @@ def dry_run(
         plain = "replicated" if replicates_plain else "refused"
         parallelize_module(model, mesh, plan, src_data_rank=None, plain_tensors=plain)  # type: ignore[arg-type]
         adapt_heads(model, heads, mesh)
-    counting, kept = _Counting(), LiveBytes()
+    counting, kept = _Counting(_expert_shares(model)), LiveBytes()
     if then is not None:
         then(model, counting.live)
     if replicates_plain:
@@ -166,6 +172,20 @@ def dry_run(
             tally.num_trained += 1
             tally.largest_bytes = max(tally.largest_bytes, num_bytes)
     return tally
+
+
+def _expert_shares(model: nn.Module) -> dict[int, float]:
+    """Share of all experts that a rank has, by their number: of rows that choose experts alike it multiplies as many.
+
+    All rows are taken in, and shapes do not say which of them are for other ranks' experts.
+    """
+    found: dict[int, float] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if isinstance(parameter, DTensor) and parameter.ndim == 3 and parameter._spec.placements[0].is_shard(0):
+                own, number = local_shape(parameter)[0], parameter.shape[0]
+                found[own] = own / number
+    return found
 
 
 def _run_step(

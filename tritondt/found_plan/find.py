@@ -16,9 +16,10 @@ from tritondt.found_plan.candidates import Candidate, joined_candidate
 from tritondt.found_plan.data_sharding import sharded_patterns
 from tritondt.found_plan.dry_run import Movement, Phase, Tally, dry_run
 from tritondt.found_plan.found_plan import FoundPlan
+from tritondt.found_plan.given_results import GivenResults, given_results
 from tritondt.found_plan.mesh_axes import MeshAxes, mesh_axes
 from tritondt.found_plan.parts import FAILURES, Trials
-from tritondt.found_plan.predict import LaidOut, predicted_step
+from tritondt.found_plan.predict import LaidOut, Prediction, predict
 from tritondt.found_plan.prices import Prices, built_in_prices, prices_of_world
 from tritondt.found_plan.recomputation import BlockKind, block_kinds, fewest
 from tritondt.found_plan.recording import Recording, record
@@ -62,6 +63,7 @@ def find_plan(
     costs: CostTable | None = None,
     device_type: str = "cpu",
     ranks_per_host: int = 8,
+    module_results: Mapping[str, Any] | None = None,
 ) -> FoundPlan:
     """The plan that lays `model` over `mesh` best, with the bytes, messages, FLOPs, time and memory of a step.
 
@@ -69,11 +71,14 @@ def find_plan(
     `costs`, or the built-in prices of `device_type`, count, with `ranks_per_host` consecutive ranks on each host; a
     table of `costs` has a number of ranks on each host of its own. Over a world all ranks give the same `costs`, or
     none: others lead to other plans, whose ranks would wait for each other.
-    `axes` has the names of the axes of two roles, "tensor" (default: tp) and "data" (dp): the first cuts modules by the
-    styles of parallelize_module, the second shards parameters by fully_shard. `example_inputs` are those of one rank of
-    the data axis: a tensor, a tuple of positional arguments or a mapping of named ones; their values do not count. The
-    model may be on the device "meta". `objective` is what is least: the predicted time of a step, the bytes that a rank
-    receives, or the memory of a rank, of which at most `memory_bytes` are allowed; `optimizer` says what it holds.
+    `axes` has the names of the axes of three roles, "tensor" (default: tp), "data" (dp) and "replicate": the first cuts
+    modules by the styles of parallelize_module, the second shards parameters by fully_shard, and the third, before it
+    in the mesh, has copies of these shards, as over hosts. `example_inputs` are those of one rank of the data axes: a
+    tensor, a tuple of positional arguments or a mapping of named ones; their values do not count. The model may be on
+    the device "meta". `objective` is what is least: the predicted time of a step, the bytes that a rank receives, or
+    the memory of a rank, of which at most `memory_bytes` are allowed; `optimizer` says what it holds.
+    `module_results` has results of modules whose forward does not run without values, by name, with * for an index: a
+    tensor, whose values do not count, or a tuple of them. They stay whole, and their FLOPs do not count.
 
     Numbers are those of this rank, or of the first without a world; not a collective call, and styles are alike on all
     ranks. Between the parts that are cut activations are whole on all ranks of the tensor axis, or inside of repeated
@@ -102,7 +107,8 @@ def find_plan(
         known = canonical_mesh(mesh)
         prices = prices_of_world(known) if costs is None else prices_of_world(known)._replace(costs=costs)
         rank = 0 if known.coordinate is None else known.ranks.index(known.identity.rank)
-    return _Finder(model, found, arguments(example_inputs), prices, wanted).find(rank)
+    given = given_results(model, module_results)
+    return _Finder(model, found, arguments(example_inputs), prices, wanted, given).find(rank)
 
 
 def _checked(optimizer: str, objective: str) -> int:
@@ -160,8 +166,10 @@ class _Finder:
         inputs: tuple[tuple[Any, ...], dict[str, Any]],
         prices: Prices,
         wanted: Wanted,
+        given: tuple[GivenResults, ...],
     ) -> None:
         self.model, self.axes, self.inputs, self.prices, self.wanted = model, axes, inputs, prices, wanted
+        self.given = given
         self.blocks = RepeatedBlocks(model)
         self.is_truncated = True
 
@@ -170,12 +178,15 @@ class _Finder:
         with without_memory(0, self.axes.num_ranks):
             recording = self._record()
             parts, notes, whole = self._parts(recording)
+            notes += [
+                f"{each.pattern} was not run: its results are given, its FLOPs do not count" for each in self.given
+            ]
             listed, is_exact = self._listed(parts)
             chosen = self._chosen(listed, whole)
         # Each block by itself, or the whole model at once: more memory, and one gather for both passes.
         groups: set[tuple[str, ...]] = {(), *([] if self.axes.data is None else [self._sharded(recording)])}
         try:
-            plan = self._predicted(chosen, recording, groups)
+            plan = self._predicted(chosen, whole, recording, groups)
         except FAILURES as error:
             streams = [each for each in chosen.candidates if each.ends is not None]
             if not streams:
@@ -185,7 +196,7 @@ class _Finder:
             parts = [part for part in parts if part.candidate.ends is None]
             listed, is_exact = self._listed(parts)
             chosen = self._chosen(listed, whole)
-            plan = self._predicted(chosen, recording, groups)
+            plan = self._predicted(chosen, whole, recording, groups)
         plan = self._within_bound(plan, listed, whole, recording, groups, notes)
         chosen, laid_out, step, recomputed = plan
         if rank:
@@ -200,15 +211,58 @@ class _Finder:
         costs = tuple(_part_cost(part) for part in parts if part.candidate in chosen.candidates)
         return FoundPlan(self.axes, laid_out, rank, step, costs, tuple(notes), is_exact, recomputed)
 
-    def _predicted(self, chosen: Chosen, recording: Recording, groups: set[tuple[str, ...]]) -> _Plan:
-        """The best of the layouts whose modules are sharded by some patterns, and the first rank's step."""
+    def _predicted(self, chosen: Chosen, whole: Cost, recording: Recording, groups: set[tuple[str, ...]]) -> _Plan:
+        """The best of the layouts whose modules are sharded by some patterns, and the first rank's step.
+
+        Of the second only its memory needs a run of its own, which is left out where its time or bytes are more anyway.
+        """
         styles = self._laid_out(chosen, recording)
-        laid_out = [LaidOut(*styles, sharded) for sharded in sorted(groups, reverse=True)]
-        return self._best([_Plan(chosen, each, self._step(each)) for each in laid_out])
+        first, *others = (
+            LaidOut(*styles, sharded, given=self.given) for sharded in self._likely(groups, chosen, whole)
+        )
+        prediction = self._predict(first)
+        plans = [_Plan(chosen, first, prediction.step)]
+        for other in others:
+            is_by_memory = self.wanted.objective == "memory" or self.wanted.memory_bytes is not None
+            if is_by_memory or self._lead(prediction.without_memory(other.sharded)) <= self._lead(prediction.step):
+                plans.append(_Plan(chosen, other, self._step(other)))
+        return self._best(plans)
+
+    def _lead(self, step: StepCost) -> float:
+        return step.key(self.wanted.objective)[0]
+
+    def _likely(self, groups: set[tuple[str, ...]], chosen: Chosen, whole: Cost) -> list[tuple[str, ...]]:
+        """Patterns of sharded modules, those of the better step most likely first.
+
+        Blocks by themselves are gathered once more than as one group, and hide two thirds of what moves in backward.
+        """
+        cost = whole.plus(chosen.cost)
+        moving_s, free_share = self._over_data(cost)[0].seconds, 1 - self.prices.data_link.busy_share
+        hidden = (min(passes * moving_s * free_share, passes * cost.seconds / 3) for passes in (1, 2))
+        by_blocks = self.wanted.objective != "bytes" and sum(hidden) > moving_s
+        return sorted(groups, reverse=by_blocks)
+
+    def _over_data(self, cost: Cost) -> tuple[Cost, Cost]:
+        """Bytes and seconds of one gather of all parameters over the axis that shards, as of a reduction, and of the
+        mean over the axis that replicates.
+        """
+        num_shards, num_replicas = self.axes.size(self.axes.data), self.axes.size(self.axes.replicate)
+        hosts = {self.prices.hosts[rank] for rank in self.axes.ranks_along(self.axes.data, 0)}
+        inner = self.prices.costs.network if len(hosts) > 1 else self.prices.costs.host
+        copied_s = cost.parameter_bytes / self.prices.costs.copy_bandwidth if self.axes.data is not None else 0.0
+        gathered = cost.parameter_bytes * (num_shards - 1) // num_shards
+        averaged = 2 * cost.parameter_bytes * (num_replicas - 1) // (num_replicas * num_shards)
+        return (
+            Cost(gathered / inner.bandwidth + copied_s, gathered),
+            Cost(averaged / self.prices.data_link.bandwidth, averaged),
+        )
+
+    def _predict(self, laid_out: LaidOut, rank: int = 0) -> Prediction:
+        options: Any = {"train": self.wanted.train, "optimizer_tensors": self.wanted.optimizer_tensors}
+        return predict(self.model, self.inputs, self.axes, laid_out, self.prices, rank, **options)
 
     def _step(self, laid_out: LaidOut, rank: int = 0) -> StepCost:
-        options: Any = {"train": self.wanted.train, "optimizer_tensors": self.wanted.optimizer_tensors}
-        return predicted_step(self.model, self.inputs, self.axes, laid_out, self.prices, rank, **options)
+        return self._predict(laid_out, rank).step
 
     def _best(self, plans: Sequence[_Plan]) -> _Plan:
         """The best plan by the objective among those within the bound; the one of the least memory where none is."""
@@ -285,7 +339,7 @@ class _Finder:
         """The plan with the fewest blocks that compute again within the bound; with all of them where none is."""
         bound = self.wanted.memory_bytes
         assert bound is not None, "blocks compute again to keep within a bound"
-        laid_out = LaidOut(*self._laid_out(found.chosen, recording), sharded)
+        laid_out = LaidOut(*self._laid_out(found.chosen, recording), sharded, given=self.given)
         steps: dict[int, StepCost] = {}
 
         def most_bytes(number: int) -> int:
@@ -306,7 +360,7 @@ class _Finder:
         return sharded_patterns(self.model, RepeatedBlocks(self.model), called_once)
 
     def _stand_in(self) -> tuple[nn.Module, tuple[Any, dict[str, Any]]]:
-        model = stand_in(self.model, self.blocks if self.is_truncated else None)
+        model = stand_in(self.model, self.blocks.kept() if self.is_truncated else None, self.given)
         return model, fake_inputs(self.inputs)
 
     def _record(self) -> Recording:
@@ -373,9 +427,23 @@ class _Finder:
 
     def _whole_cost(self, base: Tally) -> Cost:
         """Cost of the model with nothing cut, of which `base` has one block of each kind."""
-        if self.is_truncated and self.blocks.names():
-            base = dry_run(stand_in(self.model), fake_inputs(self.inputs), None, {}, (), train=self.wanted.train)
-        return Cost(self._computing_s(base), 0, base.parameter_bytes, base.kept_bytes)
+        found = first = self._cost_of(base)
+        if not self.is_truncated:
+            return found
+        try:
+            for number, kept in self.blocks.kept_with_another():
+                found = found.plus(self._uncut_cost(kept).plus(first.times(-1)).times(number))
+        except FAILURES:  # code that runs with one block of each kind, and with all of them, but not with two of one
+            return self._uncut_cost(None)
+        return found
+
+    def _uncut_cost(self, kept: Mapping[str, Sequence[int]] | None) -> Cost:
+        """Cost of the model with nothing cut, of whose blocks it has some."""
+        model = stand_in(self.model, kept, self.given)
+        return self._cost_of(dry_run(model, fake_inputs(self.inputs), None, {}, (), train=self.wanted.train))
+
+    def _cost_of(self, tally: Tally) -> Cost:
+        return Cost(self._computing_s(tally), 0, tally.parameter_bytes, tally.kept_bytes)
 
     def _computing_s(self, tally: Tally) -> float:
         return self.prices.turns * sum(map(self.prices.computing_s, tally.work.values()))
@@ -387,16 +455,15 @@ class _Finder:
 
     def _key(self, whole: Cost) -> Any:
         """The key that the search makes least: the objective first, and the others where that is equal."""
-        num_shards = self.axes.size(self.axes.data)
-        share = (num_shards - 1) / num_shards
 
         def key(chosen: Chosen) -> tuple[float, ...]:
             cost = whole.plus(chosen.cost)
-            over_data = 3 * cost.parameter_bytes * share
-            received, memory = cost.received_bytes + over_data, self._memory(cost)
-            link = self.prices.data_link
-            over_data_s = over_data / link.bandwidth
-            seconds = cost.seconds + over_data_s - min(over_data_s, cost.seconds) * (1 - link.busy_share)
+            gathered, averaged = self._over_data(cost)
+            over_data_s = 3 * gathered.seconds + averaged.seconds
+            received, memory = cost.received_bytes, self._memory(cost)
+            received += 3 * gathered.received_bytes + averaged.received_bytes
+            hidden_s = min(over_data_s, cost.seconds) * (1 - self.prices.data_link.busy_share)
+            seconds = cost.seconds + over_data_s - hidden_s
             objective = self.wanted.objective
             return {
                 "step time": (seconds, received, memory),

@@ -1,4 +1,4 @@
-"""find_mesh: plans of one model over all meshes of so many ranks, the best first, and what slower links cost it."""
+"""find_mesh: plans of one model over meshes of so many ranks, the best first, and what slower links cost it."""
 
 import json
 from collections.abc import Mapping
@@ -84,10 +84,12 @@ def find_mesh(
     optimizer: str = "adamw",
     costs: CostTable | None = None,
     device_type: str = "cpu",
+    module_results: Mapping[str, Any] | None = None,
 ) -> FoundMesh:
     """Plans of `model` over all meshes of a data axis and a tensor axis that `ranks` ranks on `hosts` hosts make.
 
-    `example_inputs` are those of all ranks together: the data axis cuts dim 0 of each tensor, and the first rank's part
+    Over several hosts there are those, too, whose data axis lies inside of a host, beside one of hosts that replicates.
+    `example_inputs` are those of all ranks together: the data axes cut dim 0 of each tensor, and the first rank's part
     is the longest. Ranks of the tensor axis are neighbours. Other arguments are those of `find_plan`; no world is
     needed. Raises ParallelizeError where no mesh has a plan, and ArgumentError for hosts of different numbers of ranks.
 
@@ -108,16 +110,17 @@ def find_mesh(
         "costs": prices.costs,
     }
     plans, refused = list[FoundPlan](), list[tuple[str, str]]()
-    for tensor in (it for it in range(1, ranks + 1) if ranks % it == 0):
-        mesh = {"dp": ranks // tensor, "tp": tensor}
+    for mesh in _meshes(ranks, hosts):
+        num_parts = ranks // mesh["tp"]
         try:
-            plans.append(find_plan(model, mesh, _part(example_inputs, mesh["dp"]), **options))
+            inputs, results = (_part(given, num_parts) for given in (example_inputs, module_results))
+            plans.append(find_plan(model, mesh, inputs, module_results=results, **options))
         except ParallelizeError as error:
-            refused.append((f"dp={ranks // tensor},tp={tensor}", str(error)))
+            refused.append((",".join(f"{name}={size}" for name, size in mesh.items()), str(error)))
     if not plans:
         raise ParallelizeError(f"no mesh of {ranks} ranks has a plan: " + "; ".join(map(": ".join, refused)))
     plans.sort(key=lambda plan: plan.step.key(objective))
-    best, given = plans[0], arguments(_part(example_inputs, plans[0].mesh.sizes[0]))
+    best, given = plans[0], arguments(_part(example_inputs, plans[0].mesh.num_parts))
     slower = [
         (
             name,
@@ -130,6 +133,21 @@ def find_mesh(
         for name, costs in _slower(prices.costs, hosts)
     ]
     return FoundMesh(objective, tuple(plans), tuple(refused), tuple(slower))
+
+
+def _meshes(ranks: int, hosts: int) -> list[dict[str, int]]:
+    """Meshes of so many ranks: of two axes, and with copies on every host where shards can lie inside of it.
+
+    >>> _meshes(4, 2)
+    [{'dp': 4, 'tp': 1}, {'replicate': 2, 'dp': 2, 'tp': 1}, {'dp': 2, 'tp': 2}, {'dp': 1, 'tp': 4}]
+    """
+    found = []
+    for tensor in (it for it in range(1, ranks + 1) if ranks % it == 0):
+        found.append({"dp": ranks // tensor, "tp": tensor})
+        inside = ranks // hosts // tensor
+        if hosts > 1 and inside > 1 and inside * tensor * hosts == ranks:
+            found.append({"replicate": hosts, "dp": inside, "tp": tensor})
+    return found
 
 
 def _slower(costs: CostTable, hosts: int) -> list[tuple[str, CostTable]]:

@@ -11,6 +11,7 @@ from tritondt.errors import ArgumentError, MeshError
 from tritondt.errors.arguments import checked
 from tritondt.found_plan.attention_heads import HeadCut, adapt_heads
 from tritondt.found_plan.data_sharding import sharded_names
+from tritondt.found_plan.given_results import GivenResults
 from tritondt.found_plan.mesh_axes import MeshAxes, named_sizes
 from tritondt.found_plan.predict import LaidOut
 from tritondt.found_plan.recomputation import recompute, recomputing_code
@@ -61,14 +62,15 @@ class FoundPlan:
             lines += ["]", f"adapt_heads(model, heads, {over})"]
         lines += recomputing_code(laid_out.recomputed)
         if self.mesh.data is not None:
+            over_data = f"mesh[{', '.join(map(json.dumps, self.mesh.data_axes))}]"
             for pattern in laid_out.sharded:
                 parent, _, last = pattern.rpartition(".")
                 loop = last == "*"
                 is_plain = all(part.isidentifier() for part in ("model", *parent.split(".")) if part)
                 blocks = f"model.{parent}".rstrip(".") if is_plain else f"model.get_submodule({parent!r})"
                 lines.append(f"for block in {blocks}:" if loop else f"block = model.get_submodule({pattern!r})")
-                lines.append(f'{"    " * loop}fully_shard(block, mesh=mesh["{self.mesh.data}"])')
-            lines.append(f'fully_shard(model, mesh=mesh["{self.mesh.data}"])')
+                lines.append(f"{'    ' * loop}fully_shard(block, mesh={over_data})")
+            lines.append(f"fully_shard(model, mesh={over_data})")
         return "\n".join([*self._imports("\n".join(lines)), *lines]) or "# the model stays as it is"
 
     def _imports(self, code: str) -> list[str]:
@@ -111,9 +113,9 @@ class FoundPlan:
             whole = canonical_mesh(mesh)
             over: dict[str, Any] = {"mesh": whole}
             if isinstance(mesh, DeviceMesh) and whole.ndim > 1:
-                over = {"mesh": mesh[self.mesh.data]}
+                over = {"mesh": mesh[self.mesh.data_axes]}
             elif whole.ndim > 1:
-                over["dp_mesh_dims"] = _DataAxes(self.mesh.data)
+                over["dp_mesh_dims"] = _DataAxes(self.mesh.data, self.mesh.replicate)
             for name in sharded_names(model, self.laid_out.sharded):
                 fully_shard(model.get_submodule(name), **over)
             fully_shard(model, **over)
@@ -144,6 +146,7 @@ class FoundPlan:
             "replicates_plain": self.laid_out.replicates_plain,
             "sharded": self.laid_out.sharded,
             "recomputed": self.laid_out.recomputed,
+            "given": self.laid_out.given,
             "rank": self.rank,
             "step": asdict(self.step),
             "parts": [asdict(part) for part in self.parts],
@@ -166,10 +169,10 @@ class FoundPlan:
 
 
 class _DataAxes(NamedTuple):
-    """The axis that shards, as torch's DataParallelMeshDims has it."""
+    """The axis that shards, and the one that replicates, as torch's DataParallelMeshDims has them."""
 
     shard: str
-    replicate: None = None
+    replicate: str | None = None
 
 
 def _from_json(found: dict[str, Any]) -> FoundPlan:
@@ -188,6 +191,7 @@ def _from_json(found: dict[str, Any]) -> FoundPlan:
             found.pop("replicates_plain"),
             tuple(found.pop("sharded")),
             tuple(found.pop("recomputed")),
+            tuple(map(GivenResults.from_json, found.pop("given"))),
         ),
         step=StepCost(**step),
         parts=tuple(

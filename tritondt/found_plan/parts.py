@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from tritondt.errors import ParallelizeError, TritondtError
-from tritondt.found_plan.candidates import Candidate, RegionForm, lone_candidates, region_candidate
+from tritondt.found_plan.candidates import Candidate, RegionForm, lone_candidates, loss_candidates, region_candidate
 from tritondt.found_plan.dry_run import Tally, dry_run
 from tritondt.found_plan.live_bytes import LiveBytes
 from tritondt.found_plan.prices import Prices
@@ -68,7 +68,11 @@ class Trials:
                     yield candidate, tally
         yield from self._streams(model, recording, blocks, cut)
         layers = [name for name in recording.called if name]
-        for candidate in lone_candidates(model, layers, len(self.tensor_ranks)):
+        lone = [*lone_candidates(model, layers, len(self.tensor_ranks))]
+        if recording.gives_loss:
+            outside = [name for name in layers if not blocks.block_of(blocks.from_stand_in(name))]
+            lone += loss_candidates(model, outside, len(self.tensor_ranks))
+        for candidate in lone:
             found = self._try(candidate)
             if isinstance(found, Tally):
                 yield candidate, found

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -82,10 +83,17 @@ class Prices(NamedTuple):
         coordinate = movement.source.coordinate(movement.ranks.index(rank))
         given = (self.costs, hosts, movement.dtype, itemsize)
         found = _traffic(movement.source, movement.target, coordinate, *given)
-        hosted_s = self.costs.exchange_s if movement.axis == "tensor" else self.costs.group_s
+        hosted_s = self.costs.exchange_s if movement.axis == "tensor" else self._group_s(movement, itemsize)
         # Ranks whose cores move the bytes take turns in that, too.
         turns = 1 + self.data_link.busy_share * (self.turns - 1)
         return replace(found, seconds=(hosted_s + found.seconds) * turns, exchanges=1)
+
+    def _group_s(self, movement: Movement, itemsize: int) -> float:
+        """Seconds of a group's exchange beside what moves: of the host, and of copies between its flat tensor and whole
+        parameters or gradients.
+        """
+        copied_s = prod(movement.source.shape) * itemsize / self.costs.copy_bandwidth
+        return self.costs.group_s + movement.num_parameters * self.costs.group_parameter_s + copied_s
 
     def total(self, movements: Mapping[Movement, int] | Iterable[tuple[Movement, int]], rank: int) -> Traffic:
         """Traffic of many, each as often as it is counted."""

@@ -59,7 +59,7 @@ def block_kinds(model: nn.Module, recording: Recording, *, is_truncated: bool) -
     """
     blocks, kinds, notes = RepeatedBlocks(model), list[BlockKind](), list[str]()
     num_names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    for listed, kept in blocks.kept():
+    for listed, kept in blocks.kept().items():
         for place, index in enumerate(kept):
             first, number = f"{listed}.{index}".lstrip("."), place if is_truncated else index
             stand_in = f"{listed}.{number}".lstrip(".")

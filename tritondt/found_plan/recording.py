@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tritondt.errors import ParallelizeError
+from tritondt.found_plan.given_results import is_answered
 
 
 class Value(NamedTuple):
@@ -46,16 +47,20 @@ class Crossing(NamedTuple):
 
 @dataclass
 class Recording:
-    """Calls of one pass in their order; `results` are the numbers of what the model gives back.
+    """Calls of one pass in their order; `results` are the numbers of what the model gives back, and `gives_loss` says
+    whether that is one number.
 
-    `called` has all modules that were called, and whether a tensor was their first argument, `num_calls` how often, and
-    `crossings` the last calls of those with modules inside; `parameters` are the numbers of parameters that operators
-    outside of layers read, `written` the names of buffers that were written.
+    `called` has the modules that were run, and whether a tensor was their first argument, `answered` those that gave
+    results by hand, and `num_calls` how often both were called; `crossings` are the last calls of modules with others
+    inside, `parameters` the numbers of parameters that operators outside of layers read, and `written` the names of
+    buffers that were written.
     """
 
     calls: list[Call] = field(default_factory=list)
     results: frozenset[int] = frozenset()
+    gives_loss: bool = False
     called: dict[str, bool] = field(default_factory=dict)
+    answered: set[str] = field(default_factory=set)
     num_calls: Counter[str] = field(default_factory=Counter)
     crossings: dict[str, Crossing] = field(default_factory=dict)
     parameters: frozenset[int] = frozenset()
@@ -127,7 +132,10 @@ class _Recorder(TorchDispatchMode):
             self.recording.num_calls[name] += 1
             first = next(iter((*args, *kwargs.values())), None)
             called = self.recording.called
-            called[name] = called.get(name, True) and isinstance(first, torch.Tensor)
+            if is_answered(module):
+                self.recording.answered.add(name)
+            else:
+                called[name] = called.get(name, True) and isinstance(first, torch.Tensor)
             if is_layer:
                 self.depth += 1
 
@@ -164,7 +172,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Rec
     recorder, ends = _Recorder(), []
     versions = {name: buffer._version for name, buffer in model.named_buffers()}
     for name, module in model.named_modules():
-        kind = is_layer(module)
+        kind = is_layer(module) or is_answered(module)
         ends.append(module.register_forward_pre_hook(recorder.before(name, is_layer=kind), with_kwargs=True))
         ends.append(module.register_forward_hook(recorder.after(name, is_layer=kind), with_kwargs=True))
     try:
@@ -176,6 +184,7 @@ def record(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Rec
         for end in ends:
             end.remove()
     recorder.recording.results = frozenset(value.number for value in recorder.numbers.values(output))
+    recorder.recording.gives_loss = isinstance(output, torch.Tensor) and not output.ndim
     recorder.recording.parameters = frozenset(
         value.number for value in recorder.numbers.values(list(model.parameters()))
     )
@@ -192,5 +201,6 @@ def _failure_text(model: nn.Module, recorder: _Recorder, error: Exception) -> st
     return (
         f"find_plan runs {type(model).__name__} on tensors without values, and {op} in {where} ({kind}) failed there: "
         f"{type(error).__name__}: {(str(error) or '-').splitlines()[0]}; allowed is a forward whose shapes and "
-        "branches follow from shapes alone, with example_inputs that fit it"
+        "branches follow from shapes alone, with example_inputs that fit it, or module_results={name: a tensor} with "
+        "the results of a module that needs values"
     )

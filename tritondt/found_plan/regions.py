@@ -72,7 +72,8 @@ class _Search:
         self._recording = recording
         self._makers, self._readers = recording.makers_of(), recording.readers_of()
         modules = dict(model.named_modules())
-        once = {call.name for call in recording.calls if call.name and len(recording.calls_of(call.name)) == 1}
+        named = {call.name for call in recording.calls if call.name} - recording.answered
+        once = {name for name in named if len(recording.calls_of(name)) == 1}
         self.linear: Mapping[str, nn.Module] = {name: modules[name] for name in once if is_linear(modules[name])}
         self._all_linear = {name for name, module in modules.items() if is_linear(module)}
         self._once, self._modules = once, modules

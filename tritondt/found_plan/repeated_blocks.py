@@ -30,10 +30,20 @@ class RepeatedBlocks:
             if len(by_kind) < len(module) and all(map(_is_block, module)):
                 self._groups[name] = list(by_kind.values())
 
-    def kept(self) -> Iterator[tuple[str, list[int]]]:
+    def kept(self) -> dict[str, list[int]]:
         """Lists by name, and the indices of those children that stand for others."""
+        return {name: [indices[0] for indices in groups] for name, groups in self._groups.items()}
+
+    def kept_with_another(self) -> Iterator[tuple[int, dict[str, list[int]]]]:
+        """For each kind of which there are several: how many others stand behind the first, and `kept` with one more.
+
+        >>> list(RepeatedBlocks(nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(5)))).kept_with_another())
+        [(4, {'': [0, 1]})]
+        """
         for name, groups in self._groups.items():
-            yield name, [indices[0] for indices in groups]
+            for indices in groups:
+                if len(indices) > 1:
+                    yield len(indices) - 1, {**self.kept(), name: sorted([*self.kept()[name], indices[1]])}
 
     def names(self) -> list[str]:
         """Names of all blocks of the lists."""

@@ -3,7 +3,7 @@
 import copy
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tritondt import identity
-from tritondt.found_plan.repeated_blocks import RepeatedBlocks
+from tritondt.found_plan.given_results import GivenResults, answer_by_hand
 
 
 @contextmanager
@@ -21,7 +21,12 @@ def without_memory(rank: int, num_ranks: int) -> Iterator[None]:
     """Context in which the thread is one rank of so many that nobody else is, and new tensors take no memory."""
     who = identity.Identity(identity.new_generation(), rank, num_ranks)
     # Constants of a model, which are no buffers of it, come as they are.
-    with identity.assumed(who), _without_torch_log(), _WithoutMemory(allow_non_fake_inputs=True):
+    with (
+        identity.assumed(who),
+        identity.without_others(),
+        _without_torch_log(),
+        _WithoutMemory(allow_non_fake_inputs=True),
+    ):
         yield
 
 
@@ -72,31 +77,53 @@ def _without_torch_log() -> Iterator[None]:
         log.removeFilter(is_of_others)
 
 
-def stand_in(model: nn.Module, blocks: RepeatedBlocks | None = None) -> nn.Module:
+def stand_in(
+    model: nn.Module, kept: Mapping[str, Sequence[int]] | None = None, given: Sequence[GivenResults] = ()
+) -> nn.Module:
     """Copy of a model with parameters and buffers of the same shapes, made where tensors take no memory.
 
-    With `blocks` the first of each kind of repeated block stands for all of them.
+    Of the lists that `kept` names it has the children of these indices. Modules whose results are `given` answer with
+    these.
     """
+    lists = {id(model.get_submodule(name)): {str(index) for index in indices} for name, indices in (kept or {}).items()}
+    memo = _tensors_of(_copied(model, lists).values())
+    for name, indices in (kept or {}).items():
+        container = model.get_submodule(name)
+        # A class of one's own may have blocks made by its constructor.
+        listed = memo[id(container)] = container.__class__.__new__(container.__class__)
+        vars(listed).update(copy.deepcopy({**vars(container), "_modules": {}}, memo))
+        for place, index in enumerate(indices):
+            listed.add_module(str(place), copy.deepcopy(container._modules[str(index)], memo))
+    made = copy.deepcopy(model, memo)
+    answer_by_hand(made, given)
+    return made
+
+
+def _tensors_of(modules: Collection[nn.Module]) -> dict[int, Any]:
+    """Tensors without memory in place of all that modules have, by the ids of these."""
     memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        made = nn.Parameter(_like(parameter), parameter.requires_grad)
-        memo[id(parameter)] = made
-    for buffer in model.buffers():
-        memo[id(buffer)] = _like(buffer)
-    for module in model.modules():
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                memo.setdefault(id(parameter), nn.Parameter(_like(parameter), parameter.requires_grad))
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                memo.setdefault(id(buffer), _like(buffer))
+    for module in modules:
         # Tensors that code keeps as plain attributes, tables of positions say; those with values keep them.
         for constant in tree_leaves(vars(module)):
             if isinstance(constant, torch.Tensor):
                 memo.setdefault(id(constant), constant if constant.device.type == "cpu" else _like(constant))
-    if blocks is not None:
-        for name, kept in blocks.kept():
-            container = model.get_submodule(name)
-            # A class of one's own may have blocks made by its constructor.
-            listed = memo[id(container)] = container.__class__.__new__(container.__class__)
-            vars(listed).update(copy.deepcopy({**vars(container), "_modules": {}}, memo))
-            for place, index in enumerate(kept):
-                listed.add_module(str(place), copy.deepcopy(container._modules[str(index)], memo))
-    return copy.deepcopy(model, memo)
+    return memo
+
+
+def _copied(module: nn.Module, lists: Mapping[int, Set[str]]) -> dict[int, nn.Module]:
+    """Modules by id that a copy has: all but those that are only in children of `lists` that it leaves out."""
+    found = {id(module): module}
+    for name, child in module._modules.items():
+        if child is not None and name in lists.get(id(module), (name,)) and id(child) not in found:
+            found |= _copied(child, lists)
+    return found
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

@@ -44,6 +44,8 @@ def stream_candidate(
     taken, given, num_args, num_results = recording.crossings[block]
     if taken is None or given is None or given.shape != taken.shape or len(taken.shape) < 2:
         raise ParallelizeError("its first argument and its first result are no tensors of one shape and two dims")
+    if any(_is_inside(name, block) for name in recording.answered):
+        raise ParallelizeError("results of a module in it are given for whole sequences")
     if _has_parameters(model.get_submodule(block)):
         raise ParallelizeError("it has parameters of its own beside those of its layers")
     search = _Stream(model, recording, block, taken, [it for it in regions if _is_inside(it.region.exit, block)])

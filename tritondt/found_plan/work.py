@@ -39,6 +39,14 @@ def _grouped_flops(first: torch.Tensor, second: torch.Tensor, *_: Any, out_val: 
     return 2 * first.shape[-1] * (first.shape[0] * second.shape[1] if is_by_groups else out_val.numel())
 
 
+def num_groups(func: Any, args: Any, kwargs: Any) -> int:
+    """Number of groups of a call of torch._grouped_mm on rows by groups; 0 for any other operator."""
+    if func is not torch.ops.aten._grouped_mm.default:
+        return 0
+    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    return 0 if offsets is None else int(offsets.shape[0])
+
+
 # Operators that torch counts no FLOPs for: the kernels that take attention on the CPU, and on tensors without memory,
 # and products by groups.
 _COUNTED: dict[Any, Callable[..., int]] = {

@@ -34,6 +34,7 @@ _MAY_BE_ZERO = (
     "operator_s",
     "exchange_s",
     "group_s",
+    "group_parameter_s",
     "cores_per_host",
     "float64",
     "float32",
@@ -89,9 +90,9 @@ class CostTable:
 
     Steps of whole models are predicted by `flop_rates`, matmuls by dtype, and by two prices of all other operators:
     `operator_s` seconds of the host for each, and `operator_bandwidth` bytes a second that it reads and writes. The
-    host takes `exchange_s` for each redistribution of a parallel style, and `group_s` for each of a group of
-    fully_shard, beside what moves. With `cores_per_host` cores, fewer than ranks, the ranks of a host take turns; 0
-    where each rank has its own.
+    host takes `exchange_s` for each redistribution of a parallel style, beside what moves, and for each of a group of
+    fully_shard `group_s`, and `group_parameter_s` for each of its parameters. With `cores_per_host` cores, fewer than
+    ranks, the ranks of a host take turns; 0 where each rank has its own.
     `is_measured` says that a calibration has written these prices.
     """
 
@@ -121,6 +122,7 @@ class CostTable:
     operator_bandwidth: float = 3e10
     exchange_s: float = 0.0
     group_s: float = 0.0
+    group_parameter_s: float = 0.0
     cores_per_host: int = 0
     is_measured: bool = False
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from tritondt import identity
 from tritondt.comm import world
 from tritondt.comm.communicator import Communicator
 from tritondt.errors import PeerError, mark_told, was_told
@@ -37,13 +38,13 @@ def refuse_rest(steps: Sequence[CompiledStep], error: PeerError) -> None:
 
 def refuse_on(mesh: Mesh, error: Exception, num_exchanges: int = 1) -> None:
     """Reports why this rank takes no part in the next exchanges of all ranks of `mesh`; a rank outside has none."""
-    if mesh.coordinate is not None and len(mesh.ranks) > 1:
+    if mesh.coordinate is not None and len(mesh.ranks) > 1 and not identity.is_alone():
         refuse_each([world.current().communicator(mesh.ranks, mesh.device_type)] * num_exchanges, error)
 
 
 def refuse_redistribution(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:
     """Lets the ranks that wait for this one, if any do, know that this rank will not come."""
-    if source.coordinate is None and target.coordinate is None:
+    if identity.is_alone() or (source.coordinate is None and target.coordinate is None):
         return
     refuse_carried(*exchanging_ranks(source, target), source.mesh.device_type, error)
 
@@ -52,6 +53,8 @@ def refuse_carried(
     whole: tuple[int, ...], carriers: Sequence[tuple[int, ...]], device_type: str, error: Exception
 ) -> None:
     """Reports why this rank takes no part in the exchanges of `carriers`, in the order of those of `whole`."""
+    if identity.is_alone():
+        return
     if carriers:  # what was issued exchanges on all of them, in the order of the widest
         carrier(whole, whole, device_type).drain()
     refuse_each([carrier(ranks, whole, device_type) for ranks in carriers], error)

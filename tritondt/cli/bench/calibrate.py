@@ -49,6 +49,7 @@ _OPERAND = {"cpu": 512, "cuda": 4096}
 # Rounds of what computes on the CPU: at least so many, and then for so long at most.
 _FEWEST_ROUNDS, _MOST_COMPUTING_S = 3, 0.5
 _CUT = ("up", "ColwiseParallel"), ("down", "RowwiseParallel")
+_OF_EXCHANGES = ("exchange_s", "group_s", "group_parameter_s")
 _DTYPES = tuple(field.name for field in fields(FlopRates))
 
 
@@ -88,6 +89,7 @@ class Figures(NamedTuple):
     operators_s: float = 0.0
     exchange_s: float = 0.0
     group_s: float = 0.0
+    group_parameter_s: float = 0.0
 
 
 def prices_of(found: Figures, asked: Asked) -> dict[str, Any]:
@@ -133,7 +135,8 @@ def _rates(found: Figures, asked: Asked) -> dict[str, Any]:
 
 
 def _host_prices(found: Figures) -> dict[str, Any]:
-    return {"exchange_s": found.exchange_s, "group_s": found.group_s, "cores_per_host": num_cores()}
+    of_exchanges = {name: getattr(found, name) for name in _OF_EXCHANGES}
+    return {**of_exchanges, "cores_per_host": num_cores()}
 
 
 def _large_bytes(asked: Asked) -> int:
@@ -258,7 +261,7 @@ def _rate_figures(asked: Asked, device: torch.device) -> dict[str, float]:
     found["step_s"] = _computing_s(_training_step(_Small().to(device), device), asked)
     found["operators_s"] = _computing_s(_operators(asked), asked)
     if asked.device_type == "cpu":
-        found["exchange_s"], found["group_s"] = _exchanges_s(asked)
+        found |= dict(zip(_OF_EXCHANGES, _exchanges_s(asked), strict=True))
     return found
 
 
@@ -267,23 +270,44 @@ def _matmul(side: int, dtype: torch.dtype, device: torch.device) -> Run:
     return lambda: left @ right
 
 
-def _exchanges_s(asked: Asked) -> tuple[float, float]:
-    """Host seconds of an exchange of a parallel style, and of a group of fully_shard; a collective call.
+def _exchanges_s(asked: Asked) -> tuple[float, float, float]:
+    """Host seconds of an exchange of a parallel style, of a group of fully_shard and of each parameter in one; a
+    collective call.
 
-    Each is what a step of the small model takes more on the processor than one without exchanges, over their number.
+    They follow from what a step of the small model takes more on the processor than one without exchanges: with layers
+    cut, with blocks sharded, and with the whole model as one group.
     """
     num_ranks, device = dist.get_world_size(), torch.device("cpu")
     cut = {f"blocks.*.{name}": style(kind, balanced=True) for name, kind in _CUT}
-    plans = {"tp": LaidOut(tuple(cut.items()), (), False, ()), "dp": LaidOut((), (), False, ("blocks.*",))}
+    plans = (
+        ("tp", LaidOut(tuple(cut.items()), (), False, ())),
+        ("dp", LaidOut((), (), False, ("blocks.*",))),
+        ("dp", LaidOut((), (), False, ())),
+    )
     alone_s, found = _processor_s(_training_step(_Small(), device), asked), []
-    for name, laid_out in plans.items():
+    for name, laid_out in plans:
         axes, prices = mesh_axes({name: num_ranks}), built_in_prices("cpu", num_ranks, num_ranks, None)
         given: Any = (_Small(), ((torch.zeros(_ROWS, _FEATURES),), {}), axes, laid_out, prices, dist.get_rank())
         predicted = predicted_step(*given, train=True, optimizer_tensors=0)
         model = FoundPlan(axes, laid_out, 0, predicted, (), (), True).apply(_Small(), T.Mesh((num_ranks,), (name,)))
         more_s = max(_processor_s(_training_step(model, device), asked) - alone_s, 0.0)
-        found.append(more_s / predicted.traffic.exchanges)
-    return found[0], found[1]
+        found.append((more_s, predicted.traffic.exchanges))
+    (cut_s, num_cut), by_blocks, as_one = found
+    group_s, parameter_s = group_prices(by_blocks, as_one, len(list(_Small().parameters())) // _BLOCKS)
+    return cut_s / num_cut, group_s, parameter_s
+
+
+def group_prices(by_blocks: tuple[float, int], as_one: tuple[float, int], num_parameters: int) -> tuple[float, float]:
+    """Seconds of an exchange of a group and of each parameter in it, from seconds and numbers of exchanges of a step
+    whose blocks, of so many parameters, are groups, and of one whose model is a group.
+
+    >>> group_prices((12 * (2e-4 + 6 * 1e-5), 12), (2 * (2e-4 + 24 * 1e-5), 2), 6)
+    (0.0002, 1e-05)
+    """
+    (blocks_s, num_of_blocks), (one_s, num_of_one) = by_blocks, as_one
+    of_group, of_all = blocks_s / num_of_blocks, one_s / num_of_one
+    parameter_s = min(max(of_all - of_group, 0.0) / (num_parameters * (_BLOCKS - 1)), of_group / num_parameters)
+    return round(of_group - num_parameters * parameter_s, 9), round(parameter_s, 9)
 
 
 def _processor_s(run: Run, asked: Asked) -> float:

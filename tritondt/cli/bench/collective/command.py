@@ -24,13 +24,12 @@ from tritondt.cli.bench.over_sockets import choose_sockets
 from tritondt.cli.bench.sizes import DEFAULT_STEP, bytes_text, parse_bytes, sweep
 from tritondt.cli.launch import num_cores
 from tritondt.cli.outputs import ProgressLine, columns, is_first
-from tritondt.cli.surroundings import surroundings
+from tritondt.cli.surroundings import free_bytes, surroundings
 from tritondt.cli.user_error import BenchmarkError
 
 ALL = "all"
 DEFAULT_SIZE = "32M"
 _TYPES_OF_TORCH = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
-_MEMORY = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True)
@@ -187,10 +186,7 @@ def _cases(kind: Kind, num_ranks: int, asked: tuple[str, str, int], choice: Choi
 
 def check_memory(num_bytes: int, num_ranks: int, what: str) -> None:
     """BenchmarkError where this machine has not so many bytes free."""
-    if not _MEMORY.exists():
-        return
-    lines = (line.split() for line in _MEMORY.read_text(encoding="utf-8").splitlines())
-    free = next((int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"), None)
+    free = free_bytes()
     if free is not None and num_bytes > free:
         raise BenchmarkError(
             f"{num_ranks} ranks need {num_bytes / 1e9:.1f} GB for {what}, and {free / 1e9:.1f} GB are free; take a "
