@@ -278,7 +278,6 @@ def _of_shards() -> Iterator[Call]:
         sharded.shard_module,
         {"module": nn.Linear(4, 4), "plan": sharded.ShardingPlan({"weight": spec}), "src_rank": 0, **group},
     )
-    yield Call(sharded.ShardingPlan, {"plan": {"weight": spec}, "output_plan": {}, "return_local_tensor": []})
     yield Call(sharded.collect_local_shard, {"module": nn.Linear(4, 4)})
     yield Call(sharded.reshard_output, {"module": nn.Linear(4, 4), "resharding_spec": spec})
     yield Call(sharded.load_with_process_group, {"process_group": None})

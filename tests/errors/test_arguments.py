@@ -142,7 +142,7 @@ def test_a_wrong_argument_is_refused_in_words_alike_on_all_ranks_which_go_on(gro
     assert len(bare) <= _LARGEST_BARE * len(found), "\n".join(bare)
 
 
-# Nothing to give them, values of torch's own, or made by the library alone.
+# Nothing to give them, values of torch's own, made by the library alone, or looked at by others.
 _WITHOUT_ARGUMENTS = {
     *("DeviceMesh", "MixedPrecisionPolicy", "OffloadPolicy", "NcclCallConfig", "NcclCommunicator", "NcclLibrary"),
     *("DTensor", "Work", "UnshardHandle", "TokensUnderWay", "DispatchedTokens", "Buffer", "Window", "Call", "Count"),
@@ -155,6 +155,7 @@ _WITHOUT_ARGUMENTS = {
         "register_fsdp_extensions",
     ),
     *("pre_load_state_dict_hook", "state_dict_hook", "from_torch"),
+    "ShardingPlan",  # shard_module looks at its values, so that a rank whose plan is wrong tells the others
 }
 
 

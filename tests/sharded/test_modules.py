@@ -136,15 +136,6 @@ def test_a_sharder_replaces_its_submodule() -> None:
 
 
 ROWS = chunks(0, 0, 1)
-
-
-def changed(plan: dict[str, Any], output_plan: dict[str, Any]) -> sharded.ShardingPlan:
-    """A plan that got values of other types once it was made."""
-    made = sharded.ShardingPlan({}, {})
-    made.plan, made.output_plan = plan, output_plan
-    return made
-
-
 PLANS = {
     "below a sharder": (
         sharded.ShardingPlan({"0": Frozen(), "0.weight": ROWS}),
@@ -157,12 +148,12 @@ PLANS = {
         "a Sharder replaces a submodule, and '' is the module",
     ),
     "neither": (
-        changed({"0.weight": "rows"}, {}),
+        sharded.ShardingPlan({"0.weight": "rows"}),  # type: ignore[dict-item]
         TypeError,
         "gives '0.weight' a str; allowed are a ShardingSpec and a Sharder",
     ),
     "output": (
-        changed({"0.weight": ROWS}, {"0": Frozen()}),
+        sharded.ShardingPlan({"0.weight": ROWS}, {"0": Frozen()}),  # type: ignore[dict-item]
         TypeError,
         "output_plan gives '0' a Frozen; allowed is a ShardingSpec",
     ),
@@ -170,6 +161,16 @@ PLANS = {
         sharded.ShardingPlan({"0.wait": ROWS}),
         AttributeError,
         "shards '0.wait', which Sequential does not",
+    ),
+    "no mapping": (
+        sharded.ShardingPlan("0.weight"),  # type: ignore[arg-type]
+        TypeError,
+        "ShardingPlan got plan='0.weight', a str; allowed is dict",
+    ),
+    "a text of paths": (
+        sharded.ShardingPlan({"0.weight": ROWS}, None, "0"),  # type: ignore[arg-type]
+        TypeError,
+        "ShardingPlan got return_local_tensor='0', a str; allowed is list",
     ),
     "no module": (sharded.ShardingPlan({"7.weight": ROWS}), AttributeError, "has no attribute `7`"),
     "no output": (sharded.ShardingPlan({}, {"7": ROWS}), AttributeError, "has no attribute `7`"),

@@ -84,7 +84,8 @@ class Transfer:
             own = tensor.dtype
             dtype, itemsize = self.dtypes[number] if self.dtypes else own, own.itemsize
             found = tensor.untyped_storage().nbytes() - tensor.storage_offset() * itemsize
-            if own is not dtype or found < needed[number]:
+            # A part without elements may begin anywhere, past the end of its memory, too.
+            if own is not dtype or 0 < needed[number] > found:
                 raise TransportError(
                     f"{self.description} was compiled for a {side} of {dtype} with {needed[number] // dtype.itemsize} "
                     f"elements in memory, and given one of {own} with {max(found, 0) // itemsize}; give it tensors "

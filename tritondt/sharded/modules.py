@@ -1,12 +1,13 @@
 """Modules with sharded parameters, and outputs that are resharded or handed out shard by shard."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from tritondt.errors import ArgumentError
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import check_types, checked
 from tritondt.redistribution.agreement import check_agreed
 from tritondt.redistribution.refusals import refusing_comparison
 from tritondt.sharded.agreement import agreed
@@ -106,6 +107,9 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
 
 
 def _check_plan(module: nn.Module, plan: ShardingPlan) -> None:
+    parts = (plan.plan, plan.output_plan or {})
+    if not all(isinstance(part, Mapping) for part in parts) or isinstance(plan.return_local_tensor, str):
+        check_types(ShardingPlan.__init__, **vars(plan))
     sharders = [name for name, found in plan.plan.items() if isinstance(found, Sharder)]
     for name, found in plan.plan.items():
         if isinstance(found, Sharder):

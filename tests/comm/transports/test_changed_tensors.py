@@ -104,6 +104,20 @@ def test_a_tensor_that_starts_elsewhere_is_moved_right(everywhere: Everywhere) -
     everywhere(start_elsewhere)
 
 
+def start_past_the_end(rank: int, over: str) -> None:
+    row = torch.arange(8.0).view(1, 8)
+    mesh, meta = T.Mesh((2,)), T.TensorMeta.contiguous((1, 8))
+    spec = T.DTensorSpec(mesh, (T.Shard(0),), meta)
+    local = torch.empty(0).as_strided((0, 8), (8, 1), 15) if rank else row.clone()
+    found = T.DTensor(local, spec).redistribute(placements=[T.Shard(1)], async_op=True)
+    torch.testing.assert_close(found.to_local(), row.chunk(2, 1)[rank], rtol=0, atol=0)
+    go_on(rank)
+
+
+def test_a_part_without_elements_may_start_past_the_end_of_its_memory(everywhere: Everywhere) -> None:
+    everywhere(start_past_the_end)
+
+
 def other_memory(local: torch.Tensor) -> object:
     local.data = torch.zeros(3, 3, dtype=torch.float64)
     return local
