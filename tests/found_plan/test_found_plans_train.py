@@ -359,7 +359,7 @@ def test_models_of_transformers(make, sizes):
 @pytest.mark.extended
 @pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, pytest.param({"tp": 4}, marks=pytest.mark.soak)], ids=str)
 def test_experts_of_transformers_are_cut_by_features(sizes):
-    make = _transformers("MixtralForCausalLM", "MixtralConfig", **_MIXTURE)
+    make = _transformers("MixtralForCausalLM", "MixtralConfig", **_MIXTURE | {"num_local_experts": 3})
     plan = check(make, lambda part: {"input_ids": tokens_of(part), "use_cache": False}, sizes, every=True)
     assert styles(plan)["model.layers.*.mlp.experts"].startswith("ShardedExperts(features={'gate_up_proj': 'packed_")
 

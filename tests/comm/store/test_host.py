@@ -1,11 +1,15 @@
 """What errors say of a store that does not answer: its address, and the rank that holds it where one does."""
 
+import gc
 import os
 import re
 import signal
 import time
+import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,3 +115,23 @@ def test_who_waits_for_another_names_the_rank_that_has_stopped_with_the_store(ra
         r"\(TRITONDT_TIMEOUT\); and the store at 127\.0\.0\.1:\d+, which rank 0 holds, has not answered for 1 s",
         text,
     ), text
+
+
+def test_an_error_of_the_store_keeps_no_frame_that_it_went_through() -> None:
+    """Reference counts alone free what a caller had: a world behind its store kept 8 descriptors until a collection."""
+    store = dist.HashStore()
+    client = StoreClient(store, StoreHost(store))
+
+    def ask() -> weakref.ref[Any]:
+        kept = torch.nn.Module()
+        with pytest.raises(dist.DistError):
+            client.call(lambda store: store.wait(["absent"], timedelta(milliseconds=1)))
+        return weakref.ref(kept)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert ask()() is None
+    finally:
+        gc.enable()
+        client.close()
