@@ -77,10 +77,10 @@ def _compare(eager: Any, compiled: Any, modules: list[Any], given: Any, changing
 @pytest.mark.parametrize(
     ("form", "changing"),
     [
-        ("fully sharded", "batch"),
+        pytest.param("fully sharded", "batch", marks=pytest.mark.soak),  # by itself in tests/fsdp/test_compiled.py
         pytest.param("fully sharded", "sequence", marks=pytest.mark.soak),
         ("tensor-parallel", "batch"),
-        ("tensor-parallel", "sequence"),
+        pytest.param("tensor-parallel", "sequence", marks=pytest.mark.soak),
         ("both", "batch"),
         pytest.param("both", "sequence", marks=pytest.mark.soak),
     ],
