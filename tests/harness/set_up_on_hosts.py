@@ -31,8 +31,8 @@ _NEW_NAMESPACES = 0x20000 | 0x08000000 | 0x20000000  # of mounts, of what proces
 class Case(NamedTuple):
     """Variables of the ranks of both hosts, and of one each.
 
-    Where ranks `are_apart`, each has a namespace of processes and a /dev/shm of its own, as in a container. Those of a
-    case that `begins_with_collective` meet in one of the backend, else in a redistribution.
+    Where ranks `are_apart`, each has a namespace of processes and a /dev/shm of its own, as in a container. The
+    ranks meet in a collective of the backend where the case `begins_with_collective`, else in a redistribution.
     """
 
     name: str
